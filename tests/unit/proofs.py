@@ -1,0 +1,125 @@
+"""The cases in which every algorithm is proven and counted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from mpicoll.algorithms import Algorithm
+from mpicoll.errors import ScheduleError
+from mpicoll.schedule.check import prove
+from mpicoll.schedule.contracts import REDUCTIONS, ROOTED, contract
+from mpicoll.schedule.ir import Call, Schedule
+from mpicoll.schedule.partition import split
+
+SIZES = (*range(1, 34), 48, 64, 65, 127, 128)
+ODD_LARGE = 100_003
+BLOCKED = frozenset({"allgather", "gather", "reduce_scatter", "scatter"})
+
+
+def roots(algorithm: Algorithm, size: int) -> tuple[int, ...]:
+    """Return all roots for small groups, else the first, the last and the middle one."""
+    if algorithm.collective not in ROOTED:
+        return (0,)
+    return tuple(range(size)) if size <= 17 else (0, size - 1, size // 2)
+
+
+def counts(size: int) -> tuple[int, ...]:
+    """Return the vector lengths to prove."""
+    return tuple(sorted({0, 1, size - 1, size, size + 1, ODD_LARGE}))
+
+
+def vectors(size: int) -> Iterator[tuple[int, ...]]:
+    """Yield uneven block counts: random with zeros, one rank has all, first has none."""
+    rng = random.Random(size)
+    yield tuple(rng.choice((0, 1, 2, 7, 1000)) for _ in range(size))
+    yield tuple(99 if rank == size // 2 else 0 for rank in range(size))
+    yield tuple(rank for rank in range(size))
+
+
+def matrices(size: int) -> Iterator[list[tuple[int, ...]]]:
+    """Yield count matrices of uneven all-to-alls; row r is what rank r sends."""
+    rng = random.Random(size)
+    yield [tuple(rng.choice((0, 0, 1, 3, 500)) for _ in range(size)) for _ in range(size)]
+    yield [tuple(5 if peer == 0 else 0 for peer in range(size)) for _ in range(size)]
+
+
+def calls(algorithm: Algorithm, size: int) -> Iterator[list[Call]]:
+    """Yield the calls of all ranks, case by case."""
+    collective = algorithm.collective
+    if collective == "barrier":
+        yield [Call(rank, size, (1,)) for rank in range(size)]
+        return
+    if collective == "alltoall":
+        yield from _alltoall(algorithm, size)
+        return
+    segments = (0, 1, 7, ODD_LARGE // 3) if algorithm.segmented else (0,)
+    if collective not in BLOCKED:
+        shapes = [(count,) for count in counts(size)]
+    elif algorithm.uniform:
+        shapes = [(count,) * size for count in (0, 1, 3, 1001)]
+    else:
+        shapes = [split(count, size) for count in counts(size)]
+        shapes += [(3,) * size, *vectors(size)]
+    for root in roots(algorithm, size):
+        for shape in shapes:
+            for segment in segments:
+                if segment and sum(shape) // segment > 40 * size:
+                    continue  # thousands of segments show no more than forty do
+                yield [Call(rank, size, shape, root, segment) for rank in range(size)]
+
+
+def _alltoall(algorithm: Algorithm, size: int) -> Iterator[list[Call]]:
+    tables = [[(count,) * size] * size for count in (0, 1, 3, 1001)]
+    if not algorithm.uniform:
+        tables += list(matrices(size))
+    for radix in (2, 3, 4, size) if algorithm.name.startswith("bruck") else (2,):
+        for table in tables:
+            yield alltoall_calls(algorithm, table, radix)
+
+
+def alltoall_calls(
+    algorithm: Algorithm, table: Sequence[tuple[int, ...]], radix: int = 2
+) -> list[Call]:
+    """Return the calls of all ranks for a matrix of counts."""
+    size = len(table)
+    columns = list(zip(*table, strict=True))
+    made = []
+    for rank in range(size):
+        call = Call(rank, size, table[rank], recv_counts=columns[rank], radix=max(2, radix))
+        if algorithm.knows == "transit":
+            from mpicoll.algorithms.alltoall import transit
+
+            call = transit(call, lambda source, target: table[source][target])
+        made.append(call)
+    return made
+
+
+def build(algorithm: Algorithm, group: Sequence[Call]) -> list[Schedule]:
+    """Return the schedules of all ranks."""
+    return [algorithm.build(call) for call in group]
+
+
+def prove_all(algorithm: Algorithm, size: int) -> int:
+    """Prove every case of one algorithm at one size; return how many there were."""
+    cases = 0
+    for group in calls(algorithm, size):
+        promise = contract(algorithm.collective, group)
+        schedules = build(algorithm, group)
+        for in_place in (False, True):
+            if in_place and all(view.alias is None for view in promise.views):
+                continue
+            try:
+                prove(
+                    promise,
+                    schedules,
+                    order=algorithm.order if algorithm.collective in REDUCTIONS else "any",
+                    in_place=in_place,
+                )
+            except ScheduleError as error:
+                raise AssertionError(
+                    f"{algorithm.collective} {algorithm.name}, {size} ranks, "
+                    f"{group[0]}, in_place={in_place}: {error}"
+                ) from error
+            cases += 1
+    return cases
