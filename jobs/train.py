@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+import traceback
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -52,7 +53,7 @@ class Network:
     The loss rides along as the last element of the gradients' buffer: one Allreduce for both.
     """
 
-    def __init__(self, layers: tuple[int, ...], dtype: str, seed: int) -> None:
+    def __init__(self, layers: list[int], dtype: str, seed: int) -> None:
         shapes: list[tuple[int, ...]] = []
         for fan_in, fan_out in itertools.pairwise(layers):
             shapes += [(fan_in, fan_out), (fan_out,)]
@@ -162,10 +163,8 @@ def on_root(comm: mpicoll.Comm, work: Callable[[], Any]) -> Any:
     if comm.rank == 0:
         try:
             result = work()
-        except (OSError, ValueError, KeyError, ImportError, EOFError) as caught:
+        except (OSError, ValueError, ImportError) as caught:
             error = str(caught)
-        except (zipfile.BadZipFile, zlib.error) as caught:
-            error = f"not a sound .npz file: {caught}"
     error = comm.bcast(error, root=0)
     if error is not None:
         leave(comm, error)
@@ -176,6 +175,7 @@ def leave(comm: mpicoll.Comm, error: str) -> None:
     """End the run on every rank with status 1; called by all of them, heard from rank 0."""
     if comm.rank == 0:
         print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+    comm.Barrier()  # mpiexec ends the others when one rank fails: not before rank 0 has spoken
     raise SystemExit(1)
 
 
@@ -188,7 +188,22 @@ def broadcast(comm: mpicoll.Comm, array: Array | None) -> Array:
     return array
 
 
-def read_samples(path: str | None) -> tuple[Array, Array]:
+def read_npz(path: Path, names: set[str]) -> dict[str, Array]:
+    """Return what an .npz file holds; it must be sound and have the named arrays."""
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            raise ValueError(f"{path} is not an .npz file, or a damaged one")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as caught:
+        raise ValueError(f"{path} cannot be read: {caught}") from caught
+    if not names <= arrays.keys():
+        raise ValueError(f"{path} must hold {sorted(names)}, it has {sorted(arrays)}")
+    return arrays
+
+
+def read_samples(path: Path | None) -> tuple[Array, Array]:
     """Return samples and labels: those of a file, or the digits that scikit-learn brings."""
     if path is None:
         if not importlib.util.find_spec("sklearn"):
@@ -199,21 +214,19 @@ def read_samples(path: str | None) -> tuple[Array, Array]:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        return digits.data, digits.target
-    with contextlib.closing(np.load(path, allow_pickle=False)) as archive:
-        if not {"x", "y"} <= set(archive.files):
-            raise ValueError(f"{path} must hold x and y, it has: {', '.join(archive.files)}")
-        x, y = archive["x"], archive["y"]
+        return np.ascontiguousarray(digits.data), digits.target
+    arrays = read_npz(path, {"x", "y"})
+    x, y = arrays["x"], arrays["y"]
     if x.dtype.kind not in "fiub" or y.dtype.kind not in "iu":
         raise ValueError(f"{path}: x must be numbers and y integers, not {x.dtype} and {y.dtype}")
     if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or len(x) < 5 or x.size == 0:
-        raise ValueError(f"{path}: at least 5 samples and as many labels, not {x.shape}, {y.shape}")
-    if not np.isfinite(x).all() or y.min() < 0:
-        raise ValueError(f"{path}: x must be finite and y must not be negative")
+        raise ValueError(f"{path}: x and y must be 5 samples or more, not {x.shape}, {y.shape}")
+    if not np.isfinite(x).all() or set(y.tolist()) != set(range(y.max() + 1)):
+        raise ValueError(f"{path}: x must be finite, and y labels 0, 1, ... without a gap")
     return x.reshape(len(x), -1), y
 
 
-def load_data(comm: mpicoll.Comm, path: str | None, dtype: str) -> Data:
+def load_data(comm: mpicoll.Comm, path: Path | None, dtype: str) -> Data:
     """Read the samples on rank 0 and share them; the split is the same whatever the seed."""
     samples = on_root(comm, lambda: read_samples(path))
     x, y = (broadcast(comm, array) for array in samples or (None, None))
@@ -222,7 +235,7 @@ def load_data(comm: mpicoll.Comm, path: str | None, dtype: str) -> Data:
     train, test = np.split(order, [len(x) - len(x) // 5])
     x = (x / max(np.abs(x[train]).max(), 1e-12)).astype(dtype)
     y = y.astype(np.int64)
-    return Data(x[train], y[train], x[test], y[test], digest.hexdigest())
+    return Data(x[train], y[train], x[test], y[test], digest.hexdigest()[:16])
 
 
 def read_checkpoint(path: Path, config: dict[str, Any], net: Network) -> int:
@@ -231,19 +244,19 @@ def read_checkpoint(path: Path, config: dict[str, Any], net: Network) -> int:
         raise FileNotFoundError(f"no folder {path.parent} for the checkpoint")
     if not path.exists():
         return 0
-    with contextlib.closing(np.load(path, allow_pickle=False)) as archive:
-        saved = json.loads(str(archive["config"]))
-        for name in ("data", "layers", "dtype", "batch", "seed", "lr"):
-            if saved[name] != config[name]:
-                raise ValueError(
-                    f"the checkpoint {path} is of another run: {name} was {saved[name]}, "
-                    f"is {config[name]}; give another --checkpoint or remove it"
-                )
-        for name in ("ranks", "algorithm"):
-            if saved[name] != config[name]:
-                print(f"note: {name} was {saved[name]}, is {config[name]}: last bits may differ")
-        net.params[:], net.velocity[:] = archive["params"], archive["velocity"]
-        return int(archive["step"])
+    arrays = read_npz(path, {"config", "step", "params", "velocity"})
+    saved = json.loads(str(arrays["config"]))
+    for name in ("data", "layers", "dtype", "batch", "seed", "lr"):
+        if saved.get(name) != config[name]:
+            raise ValueError(
+                f"the checkpoint {path} is of another run: {name} was {saved.get(name)}, "
+                f"is {config[name]}; give another --checkpoint or remove it"
+            )
+    for name in ("ranks", "algorithm"):
+        if saved.get(name) != config[name]:
+            print(f"note: {name} was {saved.get(name)}, is {config[name]}: last bits may differ")
+    net.params[:], net.velocity[:] = arrays["params"], arrays["velocity"]
+    return int(arrays["step"])
 
 
 def write_checkpoint(path: Path, config: dict[str, Any], net: Network, step: int) -> None:
@@ -269,12 +282,16 @@ def write_checkpoint(path: Path, config: dict[str, Any], net: Network, step: int
 
 
 def train(
-    comm: mpicoll.Comm, net: Network, data: Data, opts: argparse.Namespace, step: int
+    comm: mpicoll.Comm,
+    net: Network,
+    data: Data,
+    opts: argparse.Namespace,
+    step: int,
+    save: Callable[[int], None],
 ) -> dict[str, str]:
     """Train from a step on; return what the final table says about speed."""
     per_epoch = -(-len(data.y) // opts.batch)
     total = min(opts.epochs * per_epoch, opts.steps or sys.maxsize)
-    config = configuration(comm, data, opts, net)
     progress = Progress(comm.rank == 0, step, total, per_epoch)
     samples, waited, start = 0, 0.0, time.perf_counter()
     order, epoch = np.empty(0, np.int64), -1
@@ -289,27 +306,19 @@ def train(
         before = time.perf_counter()
         comm.Allreduce(MPI.IN_PLACE, net.message, op=MPI.SUM, algorithm=opts.algorithm)
         waited += time.perf_counter() - before
+        if not np.isfinite(net.message[-1]):  # the same bits on every rank, so all leave
+            leave(comm, f"the loss is not finite any more at step {step}: try a lower --lr")
         net.update(opts.lr)
         step += 1
         samples += len(batch)
         progress.show(step, float(net.message[-1]))
         if opts.checkpoint and (step % opts.checkpoint_every == 0 or step == total):
-            now = step
-            on_root(comm, lambda: write_checkpoint(opts.checkpoint, config, net, now))
+            save(step)
     progress.close()
     seconds = max(time.perf_counter() - start, 1e-9)
     part = comm.allreduce(waited / seconds) / comm.size
-    return {"samples per second": f"{samples / seconds:.0f}", "communication": f"{part:.0%} of time"}
-
-
-def configuration(
-    comm: mpicoll.Comm, data: Data, opts: argparse.Namespace, net: Network
-) -> dict[str, Any]:
-    """Return what a checkpoint must agree on with the run that resumes from it."""
-    names = ("dtype", "batch", "seed", "lr", "algorithm")
-    config = {name: getattr(opts, name) for name in names}
-    layers = [data.x.shape[1], *HIDDEN, net.forward(data.x[:0])[-1].shape[1]]
-    return {"data": data.digest[:16], "layers": layers, "ranks": comm.size, **config}
+    speed = f"{samples / seconds:.0f}"
+    return {"samples per second": speed, "time in communication": f"{part:.0%}"}
 
 
 def accuracy(comm: mpicoll.Comm, net: Network, data: Data) -> float:
@@ -329,20 +338,6 @@ def identical(comm: mpicoll.Comm, net: Network) -> bool:
     return bool((digests == digests[0]).all())
 
 
-def print_table(rows: dict[str, str]) -> None:
-    """Print names and values side by side."""
-    if not importlib.util.find_spec("rich"):
-        print("\n".join(f"{name:34}{value}" for name, value in rows.items()), flush=True)
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
-
-
 def positive(text: str) -> int:
     """Read an integer of at least 1."""
     value = int(text)
@@ -354,9 +349,9 @@ def positive(text: str) -> int:
 def read_options(comm: mpicoll.Comm) -> argparse.Namespace:
     """Read the command line: every rank alike, and rank 0 alone speaks about it."""
     about = str(__doc__).split("\n\n")
-    parser = argparse.ArgumentParser(prog="train.py", description=about[0], epilog=about[2])
+    parser = argparse.ArgumentParser("train.py", description=about[0], epilog=about[2])
     add = parser.add_argument
-    add("--data", metavar="FILE.npz", help="x: samples by features, y: labels from 0 (digits)")
+    add("--data", type=Path, metavar="FILE.npz", help="x: samples by features, y: labels from 0 (digits)")
     add("--epochs", type=positive, default=30, help="passes over the data (%(default)s)")
     add("--steps", type=positive, help="stop after that many batches")
     add("--batch", type=positive, default=64, help="samples of a batch, all ranks (%(default)s)")
@@ -371,54 +366,63 @@ def read_options(comm: mpicoll.Comm) -> argparse.Namespace:
             silence = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(silence))
             stack.enter_context(contextlib.redirect_stderr(silence))
-        return parser.parse_args()
+        try:
+            return parser.parse_args()
+        except SystemExit:
+            comm.Barrier()  # as in leave
+            raise
 
 
-def abort_on_error(comm: mpicoll.Comm) -> None:
+def abort_on_error() -> None:
     """Make a rank that fails unexpectedly end the run: the others would wait for it for ever."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        print(f"train.py: rank {comm.rank} of {comm.size} failed:", file=sys.stderr)
-        sys.__excepthook__(kind, error, trace)
-        sys.stderr.flush()
-        comm.Abort(1)
+        text = "".join(traceback.format_exception(kind, error, trace))
+        print(f"train.py: rank {MPI.COMM_WORLD.rank} failed:\n{text}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(1)
 
     sys.excepthook = hook
 
 
 def main() -> int:
     """Run the job and return its exit status."""
+    abort_on_error()
+    np.seterr(over="ignore", invalid="ignore")  # the loss shows it, once
     comm = mpicoll.Comm(MPI.COMM_WORLD)
-    abort_on_error(comm)
     opts = read_options(comm)
     data = load_data(comm, opts.data, opts.dtype)
-    layers = (data.x.shape[1], *HIDDEN, int(max(data.y.max(), data.y_test.max())) + 1)
+    layers = [data.x.shape[1], *HIDDEN, int(max(data.y.max(), data.y_test.max())) + 1]
     net = Network(layers, opts.dtype, opts.seed)
     try:
         comm.Allreduce(MPI.IN_PLACE, net.message, op=MPI.SUM, algorithm=opts.algorithm)
     except ValueError as error:  # no such algorithm: every rank is told so alike
         leave(comm, str(error))
+    names = ("dtype", "batch", "seed", "lr", "algorithm")
+    config = {"data": data.digest, "layers": layers, "ranks": comm.size}
+    config |= {name: getattr(opts, name) for name in names}
     step = 0
     if opts.checkpoint:
-        config = configuration(comm, data, opts, net)
         step = on_root(comm, lambda: read_checkpoint(opts.checkpoint, config, net))
         step = comm.bcast(step, root=0)
     if comm.rank == 0:
-        print(f"{len(data.y)} samples on {comm.size} ranks, from step {step}", flush=True)
+        print(f"{len(data.y)} samples on {comm.size} rank(s), from step {step}", flush=True)
     comm.Bcast(net.params, root=0)
     comm.Bcast(net.velocity, root=0)
-    speed = train(comm, net, data, opts, step)
+
+    def save(step: int) -> None:
+        on_root(comm, lambda: write_checkpoint(opts.checkpoint, config, net, step))
+
+    speed = train(comm, net, data, opts, step, save)
     correct = accuracy(comm, net, data)
     same = identical(comm, net)
+    table = {
+        "test accuracy": f"{correct:.4f}",
+        **speed,
+        "parameters identical on all ranks": "yes" if same else "NO",
+        "sha256 of the parameters": net.digest().hex()[:16],
+    }
     if comm.rank == 0:
-        print_table(
-            {
-                "test accuracy": f"{correct:.4f}",
-                **speed,
-                "parameters identical on all ranks": "yes" if same else "NO",
-                "parameters' digest": net.digest().hex()[:16],
-            }
-        )
+        print("\n".join(f"{name + ':':36}{value}" for name, value in table.items()), flush=True)
     return 0 if same else 1
 
 

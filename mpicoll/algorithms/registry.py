@@ -120,4 +120,6 @@ def find(collective: str, name: str) -> Algorithm:
 
 def every() -> tuple[Algorithm, ...]:
     """Return all algorithms, by collective, then by name."""
-    return tuple(find(collective, name) for collective in COLLECTIVES for name in names(collective))
+    return tuple(
+        find(collective, name) for collective in COLLECTIVES for name in names(collective)
+    )

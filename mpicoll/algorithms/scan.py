@@ -1,1 +1,89 @@
-"""To be written."""
+"""Scan: every rank gets the reduction of the vectors of all ranks up to its own."""
+
+from __future__ import annotations
+
+from mpicoll.algorithms import _phases
+from mpicoll.algorithms.registry import algorithm
+from mpicoll.schedule.ir import (
+    INPUT,
+    OUTPUT,
+    WORK,
+    Builder,
+    Call,
+    Copy,
+    Local,
+    Recv,
+    Reduce,
+    Schedule,
+    Send,
+    Span,
+)
+from mpicoll.schedule.partition import segments
+
+
+@algorithm("scan", "recursive_doubling", order="rank")
+def recursive_doubling(call: Call) -> Schedule:
+    """Send the sum so far to the rank 1, 2, 4, … to the right and add what comes from the left.
+
+    Steps: lg
+    Sent: N * lg
+
+    After step k the sum is over the ``2**(k+1)`` ranks up to this one, in rank order,
+    whatever P is. Scratch of one vector. Good for short vectors.
+
+    Source: P. M. Kogge, H. S. Stone, "A Parallel Algorithm for the Efficient Solution of
+    a General Class of Recurrence Equations", IEEE Transactions on Computers C-22 (1973).
+    """
+    builder = Builder()
+    source, out = Span(INPUT, 0, call.count), Span(OUTPUT, 0, call.count)
+    inbox = _phases.scratch(builder, call.count if call.rank else 0)
+    distance = 1
+    while distance < call.size:
+        left, right = call.rank - distance, call.rank + distance
+        builder.step(
+            recvs=[Recv(left, inbox)] if left >= 0 else [],
+            sends=[Send(right, source)] if right < call.size else [],
+        )
+        if left >= 0:
+            builder.step(local=[Reduce(out, (inbox, source))])
+            source = out
+        distance *= 2
+    if call.rank == 0:
+        builder.step(local=[Copy(out, source)])
+    return builder.build()
+
+
+@algorithm("scan", "linear", order="rank", segmented=True)
+def linear(call: Call) -> Schedule:
+    """Pass segments from rank to rank, each adding its own.
+
+    Steps: min(S * (P - 1), 2 * S, S + 2)
+    Sent: N
+
+    A rank receives a segment, reduces the one before and sends the one before that in
+    one step. A segment takes two steps per hop, and the last rank is P - 1 hops away.
+    Operands are folded from the left in rank order. Scratch of two segments. Good for
+    long vectors in many segments on few ranks.
+
+    Source: MPI: A Message-Passing Interface Standard, version 4.1, section 6.11, whose
+    definition it follows; the pipeline is that of J. Pješivac-Grbović et al.,
+    "Performance Analysis of MPI Collective Operations", Cluster Computing 10 (2007).
+    """
+    builder = Builder()
+    own, out = Span(INPUT, 0, call.count), Span(OUTPUT, 0, call.count)
+    mine, outs = segments(own, call.segment), segments(out, call.segment)
+    room = mine[0].count
+    start = builder.work(2 * room if call.rank else 0)
+    recvs: list[list[Recv]] = []
+    local: list[list[Local]] = []
+    sends: list[list[Send]] = []
+    for t, (source, target) in enumerate(zip(mine, outs, strict=True)):
+        inbox = Span(WORK, slot := start + t % 2 * room, slot + source.count)
+        recvs.append([Recv(call.rank - 1, inbox)] if call.rank else [])
+        local.append([Reduce(target, (inbox, source))] if call.rank else [])
+        result = target if call.rank else source
+        sends.append([Send(call.rank + 1, result)] if call.rank + 1 < call.size else [])
+    _phases.pipeline(builder, recvs, local, sends, "")
+    if call.rank == 0:
+        builder.step(local=[Copy(out, own)])
+    return builder.build()

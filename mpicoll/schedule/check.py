@@ -247,6 +247,8 @@ class _Proof:
         if item.target.count != item.source.count:
             self._fail(number, f"copies {item.source} to {item.target} of another count")
         if target == source:
+            self._bounds(number, item.target)
+            self._bounds(number, item.source)
             return  # in place; executors skip it too
         if _meet(target, source):
             self._fail(number, f"copies {source} to {target}, which overlap")
@@ -258,12 +260,15 @@ class _Proof:
             self._fail(number, f"reduces {len(item.operands)} operands, expected 2 or more")
         target = self._place(rank, item.target)
         columns = []
+        meeting = 0
         for operand in item.operands:
             place = self._place(rank, operand)
             if operand.count != item.target.count:
                 self._fail(number, f"reduces {operand} into {item.target} of another count")
-            if _meet(place, target) and (place != target or len(item.operands) > 2):
-                self._fail(number, f"reduces {operand} into {item.target}, which overlap")
+            if _meet(place, target):
+                meeting += 1
+                if meeting > 1 or place != target or len(item.operands) > 2:
+                    self._fail(number, f"reduces {operand} into {item.target}, which overlap")
             columns.append(self._read(number, operand, "reduces"))
         self._write(number, item.target, self._fold(number, item, columns))
 
@@ -364,7 +369,7 @@ class _Proof:
         self._bounds(number, span)
         rank = self.ranks[number]
         place = self._place(rank, span)
-        if rank.step >= 0 and place.buffer is INPUT:
+        if rank.step >= 0 and INPUT in (span.buffer, place.buffer):
             self._fail(number, f"writes {span}, which is the caller's send buffer")
         rank.memory[place.buffer].write(place.start, pieces)
 
@@ -406,8 +411,9 @@ class _Proof:
             )
 
     def _fail(self, number: int, what: str) -> None:
-        step = self.ranks[number].step
-        where = f"rank {number}" if step < 0 else f"rank {number}, step {step}"
+        rank = self.ranks[number]
+        inside = 0 <= rank.step < len(rank.schedule.steps)
+        where = f"rank {number}, step {rank.step}" if inside else f"rank {number}"
         raise ScheduleError(f"{self.contract.collective}: {where}: {what}")
 
 

@@ -131,8 +131,10 @@ def _scan(call: Call, calls: Sequence[Call]) -> View:
 
 def _exscan(call: Call, calls: Sequence[Call]) -> View:
     # Rank 0 has nothing to its left; the standard leaves its buffer undefined and we
-    # leave it untouched.
-    after = (Held(_whole(call.count), tuple(range(call.rank)), 0),) if call.rank else ()
+    # leave it untouched, so the schedule has no output there.
+    if call.rank == 0:
+        return View(call.count, 0, _own(call, call.count), ())
+    after = (Held(_whole(call.count), tuple(range(call.rank)), 0),)
     return View(call.count, call.count, _own(call, call.count), after, alias=0)
 
 

@@ -10,6 +10,15 @@ def ring(rank: int, size: int) -> tuple[int, int]:
     return (rank - 1) % size, (rank + 1) % size
 
 
+IN_FLIGHT = 32  #: peers that a rank exchanges messages with at once, at most
+
+
+def throttled(size: int) -> list[range]:
+    """Return the distances from a rank to all others, in batches of ``IN_FLIGHT``."""
+    firsts = range(1, size, IN_FLIGHT)
+    return [range(first, min(first + IN_FLIGHT, size)) for first in firsts]
+
+
 def ceil_log2(size: int) -> int:
     """Return the least k with ``2**k >= size``."""
     return (size - 1).bit_length()
@@ -83,24 +92,123 @@ class Folded(NamedTuple):
     partner: int | None
 
 
-def fold(rank: int, size: int) -> Folded:
-    """Return the place of ``rank`` in the folded group."""
+def fold(rank: int, size: int, root: int | None = None) -> Folded:
+    """Return the place of ``rank`` in the folded group.
+
+    With a ``root`` the pairs are moved so that, if there are any, the root is in one,
+    and is the one of the two that does not wait.
+    """
     members = 1 << floor_log2(size)
     extra = size - members
-    if rank >= 2 * extra:
+    first = _first_pair(size, root)
+    place = rank - first
+    if place < 0:
+        return Folded(members, rank, None)
+    if place >= 2 * extra:
         return Folded(members, rank - extra, None)
-    if rank % 2:
-        return Folded(members, rank // 2, rank - 1)
-    return Folded(members, None, rank + 1)
+    partner = first + (place ^ 1)
+    waits = partner == root or (rank != root and place % 2 == 0)
+    return Folded(members, None if waits else first + place // 2, partner)
 
 
-def unfold(index: int, size: int) -> int:
+def unfold(index: int, size: int, root: int | None = None) -> int:
     """Return the rank of member ``index`` of the folded group."""
     extra = size - (1 << floor_log2(size))
-    return 2 * index + 1 if index < extra else index + extra
+    first = _first_pair(size, root)
+    if index < first:
+        return index
+    if index >= first + extra:
+        return index + extra
+    even = 2 * index - first
+    return even if even == root else even + 1
+
+
+def _first_pair(size: int, root: int | None) -> int:
+    """Return the rank at which the pairs of the folded group begin."""
+    pairs = size - (1 << floor_log2(size))
+    return 0 if root is None else min(root, size - 2 * pairs)
 
 
 def members_of(index: int, size: int) -> tuple[int, int]:
     """Return the range (first, last + 1) of ranks whose data member ``index`` holds."""
     rank = unfold(index, size)
     return (rank - 1 if rank < 2 * (size - (1 << floor_log2(size))) else rank), rank + 1
+
+
+class IntervalTree(NamedTuple):
+    """One rank's place in a tree that joins neighbouring intervals of ranks.
+
+    ``children`` are in the order in which they are joined. All ranks of a child come
+    before this rank's interval so far if the child is lower than this rank, else after.
+    """
+
+    parent: int | None
+    children: tuple[int, ...]
+
+
+def interval_tree(rank: int, size: int, root: int) -> IntervalTree:
+    """Return the place of ``rank`` in the tree that halves the ranks down to single ones.
+
+    The larger half of an interval comes first, so the depth is ``ceil_log2(size)``. An
+    interval is led by the root if it holds it, else by its first rank; of its two
+    halves one has the same leader, the other's leader is the child. The halves do not
+    depend on the root, so neither does the bracketing of a reduction.
+    """
+    first, last, leader = 0, size, root
+    parent: int | None = None
+    children: list[int] = []
+    while last - first > 1:
+        middle = first + -(-(last - first) // 2)
+        halves = (first, middle), (middle, last)
+        near, far = halves if leader < middle else halves[::-1]
+        if near[0] <= rank < near[1]:
+            if rank == leader:
+                children.append(far[0])
+            first, last = near
+        else:
+            if rank == far[0]:
+                parent = leader
+            first, last = far
+            leader = far[0]
+    return IntervalTree(parent, tuple(reversed(children)))
+
+
+class Halving(NamedTuple):
+    """One exchange of recursive halving: the blocks kept and given, as (first, last + 1).
+
+    ``peer`` keeps what is given and gives what is kept.
+    """
+
+    peer: int
+    keep: tuple[int, int]
+    give: tuple[int, int]
+
+
+def halvings(index: int, members: int) -> list[Halving]:
+    """Return the exchanges that leave member ``index`` one of ``members`` blocks.
+
+    The first is with the neighbour, and distances double, so each joins neighbouring
+    intervals of members and their order is kept. The block left is the one at
+    ``bit_reversed(index, members)``. Backwards, giving what is kept, they are recursive
+    doubling.
+    """
+    rounds = []
+    first, last = 0, members
+    distance = 1
+    while distance < members:
+        middle = (first + last) // 2
+        low, high = (first, middle), (middle, last)
+        keep, give = (high, low) if index & distance else (low, high)
+        rounds.append(Halving(index ^ distance, keep, give))
+        first, last = keep
+        distance *= 2
+    return rounds
+
+
+def bit_reversed(index: int, members: int) -> int:
+    """Return ``index`` with its ``floor_log2(members)`` bits in the opposite order."""
+    place = 0
+    for _ in range(floor_log2(members)):
+        place = 2 * place + index % 2
+        index //= 2
+    return place

@@ -53,7 +53,6 @@ def calls(algorithm: Algorithm, size: int) -> Iterator[list[Call]]:
     if collective == "alltoall":
         yield from _alltoall(algorithm, size)
         return
-    segments = (0, 1, 7, ODD_LARGE // 3) if algorithm.segmented else (0,)
     if collective not in BLOCKED:
         shapes = [(count,) for count in counts(size)]
     elif algorithm.uniform:
@@ -63,10 +62,26 @@ def calls(algorithm: Algorithm, size: int) -> Iterator[list[Call]]:
         shapes += [(3,) * size, *vectors(size)]
     for root in roots(algorithm, size):
         for shape in shapes:
-            for segment in segments:
-                if segment and sum(shape) // segment > 40 * size:
-                    continue  # thousands of segments show no more than forty do
+            for segment in segments(algorithm, size, shape):
                 yield [Call(rank, size, shape, root, segment) for rank in range(size)]
+
+
+def segments(algorithm: Algorithm, size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return segments that cut the longest block into 1, 2, 3 and, in small groups, 8 pieces.
+
+    Groups of more than 33 cut only the long vectors: the time of a proof is that of its
+    messages.
+    """
+    if not algorithm.segmented:
+        return (0,)
+    longest = max(shape) if algorithm.collective in BLOCKED else sum(shape)
+    if algorithm.collective == "allreduce":
+        longest = -(-longest // size)
+    if size > 33:
+        pieces: tuple[int, ...] = (3,) if sum(shape) >= ODD_LARGE else ()
+    else:
+        pieces = (2, 3, 8) if size <= 9 else (2, 3)
+    return tuple(sorted({0, *(-(-longest // number) for number in pieces)}))
 
 
 def _alltoall(algorithm: Algorithm, size: int) -> Iterator[list[Call]]:

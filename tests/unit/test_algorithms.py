@@ -42,9 +42,9 @@ def test_steps_and_bytes(algorithm: Algorithm, segments: int) -> None:
         segments = 1
     for size in SIZES:
         for root in {0, size - 1} if algorithm.collective in ROOTED else {0}:
-            # A block has 12 * size elements, so every cut that any algorithm makes of it
+            # A block has 96 * size elements, so every cut that any algorithm makes of it
             # or of the whole vector into blocks or segments is even.
-            block = 12 * size
+            block = 96 * size
             cut = block if algorithm.collective == "allreduce" else block * size
             if algorithm.collective in ("reduce_scatter", "allgather"):
                 cut = block

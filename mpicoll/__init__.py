@@ -1,0 +1,88 @@
+"""Hand-written MPI collectives on mpi4py that can be read, proven and timed.
+
+``comm = mpicoll.Comm(MPI.COMM_WORLD)`` gives mpi4py code our collectives;
+``mpicoll.allreduce(x)`` and its kin take and return arrays.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mpicoll._version import __version__
+from mpicoll.errors import (
+    AlgorithmError,
+    MpicollError,
+    ScheduleError,
+    SettingError,
+    ShortMessageError,
+)
+
+if TYPE_CHECKING:
+    from mpicoll.arrays import (
+        allgather,
+        allreduce,
+        alltoall,
+        barrier,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        scatter,
+    )
+    from mpicoll.comm import Cartcomm, Comm, Distgraphcomm, Graphcomm
+    from mpicoll.runtime.dtypes import AVG
+
+# Names that need mpi4py are loaded when first used, so that schedules can be built,
+# proven and drawn on a machine that has no MPI.
+_LAZY = {
+    "AVG": "mpicoll.runtime.dtypes",
+    "Cartcomm": "mpicoll.comm",
+    "Comm": "mpicoll.comm",
+    "Distgraphcomm": "mpicoll.comm",
+    "Graphcomm": "mpicoll.comm",
+    "allgather": "mpicoll.arrays",
+    "allreduce": "mpicoll.arrays",
+    "alltoall": "mpicoll.arrays",
+    "barrier": "mpicoll.arrays",
+    "broadcast": "mpicoll.arrays",
+    "gather": "mpicoll.arrays",
+    "reduce": "mpicoll.arrays",
+    "reduce_scatter": "mpicoll.arrays",
+    "scatter": "mpicoll.arrays",
+}
+
+__all__ = [
+    "AVG",
+    "AlgorithmError",
+    "Cartcomm",
+    "Comm",
+    "Distgraphcomm",
+    "Graphcomm",
+    "MpicollError",
+    "ScheduleError",
+    "SettingError",
+    "ShortMessageError",
+    "__version__",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'mpicoll' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The methods of `mpicoll.Comm`: what is common, data movement, reductions."""

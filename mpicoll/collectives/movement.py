@@ -1,0 +1,388 @@
+"""Collectives that move data: broadcast, gather, scatter, all-to-all, barrier.
+
+Elements of their schedules are bytes of the type signature, which is what the standard
+makes equal at both ends of a message; datatypes may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.algorithms.alltoall import transit_from, transit_schedule
+from mpicoll.collectives.base import Base, end, in_place, placed
+from mpicoll.runtime.buffers import (
+    Buffer,
+    check_aliasing,
+    parse_recv,
+    parse_recv_v,
+    parse_recv_w,
+    parse_send,
+    parse_send_v,
+    parse_send_w,
+)
+from mpicoll.runtime.executor import Bytes
+from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.link import EMPTY
+from mpicoll.schedule.ir import Call
+from mpicoll.schedule.partition import offsets
+
+_ONE_BYTE = np.zeros(1, np.uint8)
+
+
+class Movement(Base):
+    """The collectives that move data; mixed into `mpicoll.Comm`."""
+
+    @placed
+    def Bcast(
+        self, buf: Any, root: int = 0, *, algorithm: str | None = None, segment: int | None = None
+    ) -> None:
+        """Send the root's buffer to all ranks."""
+        tag = self._begin(root)
+        link = self._link
+        finish = None
+        if link.rank == root:
+            data = parse_send(buf).source()
+            if not data.flags.writeable:
+                data = data.copy()  # some algorithms write the root's own bytes to itself
+        else:
+            data, finish = parse_recv(buf).target()
+        choice = self._choose("bcast", algorithm, segment, nbytes=data.size)
+        call = Call(link.rank, link.size, (data.size,), root, choice.segment_bytes)
+        link.run(choice, call, tag, target=data)
+        end(finish)
+
+    @placed
+    def Gather(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str | None = None,
+        segment: int | None = None,
+    ) -> None:
+        """Collect one block of each rank on the root, in rank order."""
+        tag = self._begin(root)
+        recv = parse_recv(recvbuf, blocks=self._link.size) if self._link.rank == root else None
+        self._gather(tag, sendbuf, recv, root, algorithm, segment, uniform=True)
+
+    @placed
+    def Gatherv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str | None = None,
+        segment: int | None = None,
+    ) -> None:
+        """Collect blocks of any length on the root."""
+        tag = self._begin(root)
+        recv = parse_recv_v(recvbuf, self._link.size) if self._link.rank == root else None
+        self._gather(tag, sendbuf, recv, root, algorithm, segment, uniform=False)
+
+    def _gather(
+        self,
+        tag: int,
+        sendbuf: Any,
+        recv: Buffer | None,
+        root: int,
+        algorithm: str | None,
+        segment: int | None,
+        uniform: bool,
+    ) -> None:
+        link = self._link
+        target, finish, alias = EMPTY, None, None
+        if recv is not None and in_place(sendbuf):
+            target, finish = recv.target()
+            low = offsets(recv.block_bytes)[root]
+            source, alias = _own_block(recv, target, finish, low, recv.block_bytes[root])
+        else:
+            send = parse_send(sendbuf)
+            source = send.source()
+            if recv is not None:
+                _disjoint(send, recv)
+                target, finish = recv.target()
+        choice = self._choose(
+            "gather", algorithm, segment, nbytes=source.size * link.size if uniform else None
+        )
+        if uniform:
+            counts = (source.size,) * link.size
+        elif choice.algorithm.knows == "counts":
+            counts = self._agree(source.size, tag)
+        else:
+            counts = tuple(source.size if peer == link.rank else 0 for peer in range(link.size))
+        if recv is not None:
+            counts = recv.block_bytes
+        link.run(
+            choice,
+            Call(link.rank, link.size, counts, root, choice.segment_bytes),
+            tag,
+            source=source,
+            target=target,
+            alias=alias,
+        )
+        end(finish)
+
+    @placed
+    def Scatter(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str | None = None,
+        segment: int | None = None,
+    ) -> None:
+        """Hand each rank its block of the root's buffer."""
+        tag = self._begin(root)
+        send = parse_send(sendbuf, blocks=self._link.size) if self._link.rank == root else None
+        self._scatter(tag, send, recvbuf, root, algorithm, segment, uniform=True)
+
+    @placed
+    def Scatterv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        root: int = 0,
+        *,
+        algorithm: str | None = None,
+        segment: int | None = None,
+    ) -> None:
+        """Hand each rank its block, of any length."""
+        tag = self._begin(root)
+        send = parse_send_v(sendbuf, self._link.size) if self._link.rank == root else None
+        self._scatter(tag, send, recvbuf, root, algorithm, segment, uniform=False)
+
+    def _scatter(
+        self,
+        tag: int,
+        send: Buffer | None,
+        recvbuf: Any,
+        root: int,
+        algorithm: str | None,
+        segment: int | None,
+        uniform: bool,
+    ) -> None:
+        link = self._link
+        source, finish, alias = EMPTY, None, None
+        if send is not None and in_place(recvbuf):
+            source = send.source()
+            low = offsets(send.block_bytes)[root]
+            target, alias = source[low : low + send.block_bytes[root]], -low
+        else:
+            recv = parse_recv(recvbuf)
+            if send is not None:
+                _disjoint(send, recv)
+                source = send.source()
+            target, finish = recv.target()
+        choice = self._choose(
+            "scatter", algorithm, segment, nbytes=target.size * link.size if uniform else None
+        )
+        if uniform:
+            counts = (target.size,) * link.size
+        elif choice.algorithm.knows == "counts":
+            counts = self._agree(target.size, tag)
+        else:
+            counts = tuple(target.size if peer == link.rank else 0 for peer in range(link.size))
+        if send is not None:
+            counts = send.block_bytes
+        link.run(
+            choice,
+            Call(link.rank, link.size, counts, root, choice.segment_bytes),
+            tag,
+            source=source,
+            target=target,
+            alias=alias,
+        )
+        end(finish)
+
+    @placed
+    def Allgather(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str | None = None,
+        segment: int | None = None,
+    ) -> None:
+        """Collect one block of each rank on all ranks, in rank order."""
+        tag = self._begin()
+        self._allgather(
+            tag, sendbuf, parse_recv(recvbuf, blocks=self._link.size), algorithm, segment
+        )
+
+    @placed
+    def Allgatherv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str | None = None,
+        segment: int | None = None,
+    ) -> None:
+        """Collect blocks of any length on all ranks."""
+        tag = self._begin()
+        self._allgather(tag, sendbuf, parse_recv_v(recvbuf, self._link.size), algorithm, segment)
+
+    def _allgather(
+        self,
+        tag: int,
+        sendbuf: Any,
+        recv: Buffer,
+        algorithm: str | None,
+        segment: int | None,
+    ) -> None:
+        link = self._link
+        alias = None
+        if in_place(sendbuf):
+            target, finish = recv.target()
+            low = offsets(recv.block_bytes)[link.rank]
+            source, alias = _own_block(recv, target, finish, low, recv.block_bytes[link.rank])
+        else:
+            send = parse_send(sendbuf)
+            _disjoint(send, recv)
+            source = send.source()
+            target, finish = recv.target()
+        # All ranks pass equal receive counts, in both forms, by the standard.
+        choice = self._choose("allgather", algorithm, segment, nbytes=target.size)
+        if source.size != recv.block_bytes[link.rank]:
+            raise CallError(
+                MPI.ERR_TRUNCATE,
+                f"the send buffer has {source.size} bytes, this rank's block of the receive "
+                f"buffer {recv.block_bytes[link.rank]}",
+            )
+        call = Call(link.rank, link.size, recv.block_bytes, 0, choice.segment_bytes)
+        link.run(choice, call, tag, source=source, target=target, alias=alias)
+        end(finish)
+
+    @placed
+    def Alltoall(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str | None = None,
+        segment: int | None = None,
+    ) -> None:
+        """Send block d of every rank to rank d, into the block of the sender."""
+        tag = self._begin()
+        recv = parse_recv(recvbuf, blocks=self._link.size)
+        send = None if in_place(sendbuf) else parse_send(sendbuf, blocks=self._link.size)
+        self._alltoall(tag, send, recv, algorithm, segment, uniform=True)
+
+    @placed
+    def Alltoallv(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str | None = None,
+        segment: int | None = None,
+    ) -> None:
+        """Exchange blocks of any length."""
+        tag = self._begin()
+        recv = parse_recv_v(recvbuf, self._link.size)
+        send = None if in_place(sendbuf) else parse_send_v(sendbuf, self._link.size)
+        self._alltoall(tag, send, recv, algorithm, segment, uniform=False)
+
+    @placed
+    def Alltoallw(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        *,
+        algorithm: str | None = None,
+        segment: int | None = None,
+    ) -> None:
+        """Exchange blocks of any length and datatype."""
+        tag = self._begin()
+        recv = parse_recv_w(recvbuf, self._link.size)
+        send = None if in_place(sendbuf) else parse_send_w(sendbuf, self._link.size)
+        self._alltoall(tag, send, recv, algorithm, segment, uniform=False)
+
+    def _alltoall(
+        self,
+        tag: int,
+        send: Buffer | None,
+        recv: Buffer,
+        algorithm: str | None,
+        segment: int | None,
+        uniform: bool,
+    ) -> None:
+        link = self._link
+        if send is not None:
+            _disjoint(send, recv)
+        source = recv.current().copy() if send is None else send.source()
+        sends = recv.block_bytes if send is None else send.block_bytes
+        choice = self._choose(
+            "alltoall",
+            algorithm,
+            segment,
+            nbytes=source.size if uniform else None,
+            uniform=uniform,
+        )
+        if sends[link.rank] != recv.block_bytes[link.rank]:
+            raise CallError(
+                MPI.ERR_TRUNCATE,
+                f"the block for this rank itself has {sends[link.rank]} bytes to send and "
+                f"{recv.block_bytes[link.rank]} to receive",
+            )
+        target, finish = recv.target()
+        call = Call(link.rank, link.size, sends, 0, 0, recv.block_bytes)
+        if choice.algorithm.knows == "transit":
+            call = self._agree_transit(call, tag)
+        link.run(choice, call, tag, source=source, target=target)
+        end(finish)
+
+    @placed
+    def Barrier(self, *, algorithm: str | None = None) -> None:
+        """Wait until all ranks have entered."""
+        tag = self._begin()
+        link = self._link
+        choice = self._choose("barrier", algorithm, None)
+        link.run(choice, Call(link.rank, link.size, (1,)), tag, source=_ONE_BYTE)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have entered."""
+        self.Barrier()
+
+    def _agree_transit(self, call: Call, tag: int) -> Call:
+        """Send the sizes of the blocks along the route that the blocks will take."""
+        schedule = transit_schedule(call.rank, call.size)
+        items = sum(recv.span.count for step in schedule.steps for recv in step.recvs)
+        received = np.empty(items, np.int64)
+        source = np.array(call.counts, np.int64)
+        self._link.exchange(
+            schedule, tag, source.view(np.uint8), received.view(np.uint8), "two_phase_bruck"
+        )
+        transit = transit_from(call.rank, call.size, received.tolist())
+        return Call(
+            call.rank, call.size, call.counts, recv_counts=call.recv_counts, transit=transit
+        )
+
+
+def _disjoint(send: Buffer, recv: Buffer) -> None:
+    """Refuse overlap in the collectives whose blocks differ on the two sides."""
+    if check_aliasing(send, recv):
+        raise CallError(
+            MPI.ERR_BUFFER,
+            "send and receive buffer are the same memory; pass MPI.IN_PLACE as the one of them",
+        )
+
+
+def _own_block(
+    recv: Buffer,
+    target: Bytes,
+    finish: Callable[[], None] | None,
+    low: int,
+    nbytes: int,
+) -> tuple[Bytes, int | None]:
+    """Return this rank's block of a receive buffer, and where it lies in ``target``."""
+    if finish is None:
+        return target[low : low + nbytes], low
+    return recv.current()[low : low + nbytes], None

@@ -1,0 +1,27 @@
+"""MPI errors that say what was wrong, not only their class."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+
+class CallError(MPI.Exception):
+    """An `MPI.Exception` with a sentence: caught as mpi4py's own, read as a help.
+
+    Every check that mpi4py answers with an `MPI.Exception` raises this one, with the
+    same error class, before anything is sent.
+    """
+
+    def __new__(cls, error_class: int, message: str) -> CallError:
+        """Make the exception as mpi4py would, from the error class alone."""
+        return super().__new__(cls, error_class)
+
+    def __init__(self, error_class: int, message: str) -> None:
+        super().__init__(error_class)
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: {self.message}"
+
+    def __reduce__(self) -> tuple[type[CallError], tuple[int, str]]:
+        return type(self), (self.Get_error_class(), self.message)

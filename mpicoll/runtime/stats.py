@@ -1,0 +1,87 @@
+"""Counters of one communicator: what this rank called, sent and received."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals over the calls of one collective by one algorithm, on this rank."""
+
+    calls: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __iadd__(self, other: Counts) -> Counts:
+        self.calls += other.calls
+        self.messages_sent += other.messages_sent
+        self.messages_received += other.messages_received
+        self.bytes_sent += other.bytes_sent
+        self.bytes_received += other.bytes_received
+        return self
+
+
+class Stats:
+    """Counts by (collective, algorithm).
+
+    ``stats["allreduce", "ring"].bytes_sent`` is what this rank sent in ring allreduces;
+    a pair that never ran counts zero. Calls that went to the MPI's own method are under
+    the algorithm "native"; of those the bytes are not known.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], Counts] = {}
+
+    def __getitem__(self, key: tuple[str, str]) -> Counts:
+        return self._counts.get(key) or Counts()
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def add(
+        self,
+        key: tuple[str, str],
+        *,
+        messages_sent: int = 0,
+        messages_received: int = 0,
+        bytes_sent: int = 0,
+        bytes_received: int = 0,
+        calls: int = 1,
+    ) -> None:
+        """Count ``calls`` calls and their traffic."""
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = Counts()
+        counts.calls += calls
+        counts.messages_sent += messages_sent
+        counts.messages_received += messages_received
+        counts.bytes_sent += bytes_sent
+        counts.bytes_received += bytes_received
+
+    @property
+    def total(self) -> Counts:
+        """The sum over everything."""
+        total = Counts()
+        for counts in self._counts.values():
+            total += counts
+        return total
+
+    def reset(self) -> None:
+        """Set every counter to zero."""
+        self._counts.clear()
+
+    def __repr__(self) -> str:
+        rows = [f"{'collective':<16}{'algorithm':<22}{'calls':>8}{'sent B':>14}{'received B':>14}"]
+        for (collective, algorithm), counts in sorted(self._counts.items()):
+            rows.append(
+                f"{collective:<16}{algorithm:<22}{counts.calls:>8}"
+                f"{counts.bytes_sent:>14}{counts.bytes_received:>14}"
+            )
+        return "\n".join(rows)

@@ -1,0 +1,1 @@
+"""Which algorithm runs: settings that ranks agreed on, and the automatic choice."""
