@@ -110,8 +110,7 @@ class Progress:
     """Shows how far training is: a bar on a terminal, else a line every two seconds."""
 
     def __init__(self, shown: bool, step: int, total: int, per_epoch: int) -> None:
-        self._shown, self._total, self._per_epoch = shown, total, per_epoch
-        self._next = time.perf_counter() + 2
+        self._shown, self._total, self._per_epoch, self._next = shown, total, per_epoch, 0.0
         self._bar: Any = None
         # Open MPI gives a rank a terminal even where mpiexec has none: TERM=dumb says so.
         terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -119,21 +118,21 @@ class Progress:
             from rich import progress
 
             columns = ("{task.description}", progress.BarColumn(), "{task.completed}/{task.total}")
-            self._bar = progress.Progress(*columns, progress.TimeRemainingColumn())
+            self._bar = progress.Progress(*columns, refresh_per_second=4)
             self._task = self._bar.add_task("training", total=total, completed=step)
             self._bar.start()
 
     def show(self, step: int, loss: float) -> None:
         """Note that a step is done."""
-        if not self._shown:
+        now = time.perf_counter()
+        if not self._shown or (now < self._next and step < self._total):
             return
-        epoch = (step - 1) // self._per_epoch + 1
+        text = f"epoch {(step - 1) // self._per_epoch + 1}, loss {loss:.4f}"
         if self._bar:
-            text = f"epoch {epoch}, loss {loss:.4f}"
             self._bar.update(self._task, completed=step, description=text)
-        elif time.perf_counter() >= self._next or step == self._total:
-            self._next = time.perf_counter() + 2
-            print(f"step {step}/{self._total}, epoch {epoch}, loss {loss:.4f}", flush=True)
+        else:
+            print(f"step {step}/{self._total}, {text}", flush=True)
+        self._next = now + (0.2 if self._bar else 2)
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -351,7 +350,7 @@ def read_options(comm: mpicoll.Comm) -> argparse.Namespace:
     about = str(__doc__).split("\n\n")
     parser = argparse.ArgumentParser("train.py", description=about[0], epilog=about[2])
     add = parser.add_argument
-    add("--data", type=Path, metavar="FILE.npz", help="x: samples by features, y: labels from 0 (digits)")
+    add("--data", type=Path, metavar="FILE.npz", help="samples x and labels y (the digits)")
     add("--epochs", type=positive, default=30, help="passes over the data (%(default)s)")
     add("--steps", type=positive, help="stop after that many batches")
     add("--batch", type=positive, default=64, help="samples of a batch, all ranks (%(default)s)")

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
         scatter,
     )
     from mpicoll.comm import Cartcomm, Comm, Distgraphcomm, Graphcomm
-    from mpicoll.runtime.dtypes import AVG
+    from mpicoll.runtime.operators import AVG
 
 # Names that need mpi4py are loaded when first used, so that schedules can be built,
 # proven and drawn on a machine that has no MPI.
 _LAZY = {
-    "AVG": "mpicoll.runtime.dtypes",
+    "AVG": "mpicoll.runtime.operators",
     "Cartcomm": "mpicoll.comm",
     "Comm": "mpicoll.comm",
     "Distgraphcomm": "mpicoll.comm",

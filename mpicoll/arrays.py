@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicoll.comm import Comm
-from mpicoll.runtime.dtypes import AVG, AverageOp
+from mpicoll.runtime.operators import AVG, AverageOp
 from mpicoll.selection.choose import OrderWish
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -44,7 +44,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):
         if comm is not None and cls is Comm and comm != MPI.COMM_NULL:
             cls = _CLASSES.get(comm.Get_topology(), Comm)
         # The base that mpi4py's own constructor belongs to: Intracomm or a topology.
-        base = next(one for one in cls.__mro__ if one.__module__ == MPI.__name__)
+        base: Any = next(one for one in cls.__mro__ if one.__module__ == MPI.__name__)
         new = cast("Comm", base.__new__(cls, comm))
         if comm is not None and new != MPI.COMM_NULL:
             attach(new)

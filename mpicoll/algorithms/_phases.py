@@ -18,11 +18,10 @@ from mpicoll.schedule.peers import (
     circulant_skips,
     halvings,
     interval_tree,
+    throttled,
     unfold,
 )
 from mpicoll.schedule.peers import ring as neighbours
-
-IN_FLIGHT = 32  #: messages that a rank has in flight in one direction at most
 
 
 def scratch(builder: Builder, count: int) -> Span:
@@ -123,7 +122,7 @@ def circulant_reduce_scatter(
 
     Before a round with skip s a rank has sums for fewer than 2 s blocks, its own first;
     it sends those from the s-th on s ranks to the right and adds as many that arrive
-    to its first ones. Operands must commute. Scratch of at most 3/4 of the blocks.
+    to its first ones. Operands must commute. Scratch of about 3/4 of the blocks.
     """
     if size == 1:
         return
@@ -162,15 +161,14 @@ def direct_reduce_scatter(
     """Send every block to its owner, who folds all of its block from the left into ``target``.
 
     ``own`` is where this rank's block is for the fold; it may not be ``target``.
-    Scratch of a block for every other rank. Messages go out ``IN_FLIGHT`` at a time.
+    Scratch of a block for every other rank. Messages go out ``peers.IN_FLIGHT`` at a time.
     """
     if size == 1:
         return
     start = builder.work((size - 1) * own.count)
     slots = blocks(WORK, [own.count] * (size - 1), start)
     operands = [*slots[:rank], own, *slots[rank:]]
-    for first in range(1, size, IN_FLIGHT):
-        distances = range(first, min(first + IN_FLIGHT, size))
+    for distances in throttled(size):
         builder.step(
             recvs=[Recv((rank - k) % size, operands[(rank - k) % size]) for k in distances],
             sends=[Send((rank + k) % size, inputs[(rank + k) % size]) for k in distances],
@@ -236,28 +234,6 @@ def halving_reduce_scatter(
         operands = in_order(rank, mine, peer, arrival)
         builder.step(local=[Reduce(goal, operands)], phase="reduce-scatter")
         inputs = targets
-
-
-def ring_allgather(builder: Builder, rank: int, size: int, spans: Sequence[Span]) -> None:
-    """Send every block round the ring, from its owner on."""
-    left, right = neighbours(rank, size)
-    for k in range(size - 1):
-        builder.step(
-            recvs=[Recv(left, spans[(rank - 1 - k) % size])],
-            sends=[Send(right, spans[(rank - k) % size])],
-            phase="allgather",
-        )
-
-
-def circulant_allgather(builder: Builder, rank: int, size: int, spans: Sequence[Span]) -> None:
-    """Send blocks over the circulant graph, the skips of the reduce-scatter backwards."""
-    mine = [spans[(rank + i) % size] for i in range(size)]
-    for last, skip in reversed(list(pairwise((size, *circulant_skips(size))))):
-        builder.step(
-            recvs=[Recv((rank + skip) % size, span) for span in runs(mine[skip:last])],
-            sends=[Send((rank - skip) % size, span) for span in runs(mine[: last - skip])],
-            phase="allgather",
-        )
 
 
 def tree_bcast(builder: Builder, rank: int, size: int, root: int, span: Span) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from mpicoll.algorithms._allgather_phases import (
-    circulant_allgather,
-    doubling_allgather,
     ring_allgather,
 )
 from mpicoll.algorithms.registry import algorithm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpicoll.algorithms import _phases
+from mpicoll.algorithms._allgather_phases import circulant_allgather, ring_allgather
 from mpicoll.algorithms.registry import algorithm
 from mpicoll.schedule import peers
 from mpicoll.schedule.ir import (
@@ -50,7 +51,7 @@ def ring(call: Call) -> Schedule:
     inputs, outs = cut(own, size), cut(out, size)
     parts = pieces(outs[0].count, call.segment)
     _phases.ring_reduce_scatter(builder, rank, size, inputs, outs, parts)
-    _phases.ring_allgather(builder, rank, size, outs)
+    ring_allgather(builder, rank, size, outs)
     return builder.build()
 
 
@@ -125,7 +126,7 @@ def circulant(call: Call) -> Schedule:
     Sent: 2 * (P - 1) * N / P
 
     Operators must commute. Any P takes the least rounds and the least bytes. Scratch of
-    3/4 of the vector. Good for vectors of any length.
+    about 3/4 of the vector. Good for vectors of any length.
 
     Source: J. L. Träff, "Optimal, Non-pipelined Reduce-scatter and Allreduce
     Algorithms", arXiv:2410.14234 (2024).
@@ -134,7 +135,7 @@ def circulant(call: Call) -> Schedule:
     rank, size = call.rank, call.size
     outs = cut(out, size)
     _phases.circulant_reduce_scatter(builder, rank, size, cut(own, size), outs[rank])
-    _phases.circulant_allgather(builder, rank, size, outs)
+    circulant_allgather(builder, rank, size, outs)
     return builder.build()
 
 
@@ -168,16 +169,17 @@ def gather(call: Call) -> Schedule:
     The bits are those of a sum from left to right over the ranks, and a wide
     accumulator is rounded once. Scratch of P vectors. Good for tiny vectors.
 
-    Source: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient Algorithms
-    for All-to-All Communications in Multiport Message-Passing Systems", IEEE Transactions
-    on Parallel and Distributed Systems 8 (1997), its concatenation.
+    Source: the allgather is the circulant one of J. L. Träff, arXiv:2410.14234 (2024),
+    in the steps and bytes of J. Bruck et al., "Efficient Algorithms for All-to-All
+    Communications in Multiport Message-Passing Systems", IEEE Transactions on Parallel
+    and Distributed Systems 8 (1997).
     """
     builder, own, out = _start(call)
     if call.size == 1:
         return builder.build()
     slots = blocks(WORK, [call.count] * call.size, builder.work(call.size * call.count))
     builder.step(local=[Copy(slots[call.rank], own)])
-    _phases.circulant_allgather(builder, call.rank, call.size, slots)
+    circulant_allgather(builder, call.rank, call.size, slots)
     builder.step(local=[Reduce(out, tuple(slots))], phase="reduce")
     return builder.build()
 
@@ -206,5 +208,5 @@ def direct(call: Call) -> Schedule:
     if size > 1:
         builder.step(local=[Copy(mine, inputs[rank])])  # in place the output would overlap
     _phases.direct_reduce_scatter(builder, rank, size, inputs, mine, outs[rank])
-    _phases.circulant_allgather(builder, rank, size, outs)
+    circulant_allgather(builder, rank, size, outs)
     return builder.build()

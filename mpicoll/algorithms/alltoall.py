@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpicoll.algorithms.registry import algorithm
 from mpicoll.schedule import peers
-from mpicoll.schedule.ir import INPUT, OUTPUT, Builder, Call, Copy, Recv, Schedule, Send, Span
+from mpicoll.schedule.ir import INPUT, OUTPUT, Builder, Call, Copy, Recv, Schedule, Send
 from mpicoll.schedule.partition import blocks
 
 

@@ -146,7 +146,7 @@ def circulant(call: Call) -> Schedule:
     Sent: (P - 1) * N / P
 
     Operators must commute. Any P takes the least rounds and the least bytes. Scratch of
-    3/4 of the vector. Good for vectors of any length.
+    about 3/4 of the vector. Good for vectors of any length.
 
     Source: J. L. Träff, "Optimal, Non-pipelined Reduce-scatter and Allreduce
     Algorithms", arXiv:2410.14234 (2024).

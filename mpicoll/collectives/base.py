@@ -29,8 +29,9 @@ def placed(method: _Method) -> _Method:
         except CallError as error:
             where = f"{method.__name__} on rank {self._rank_for_errors()}"
             raise CallError(error.Get_error_class(), f"{where}: {error.message}") from error
-        except (BufferError, TypeError, ValueError) as error:
-            error.args = (f"{method.__name__} on rank {self._rank_for_errors()}: {error}",)
+        except (BufferError, KeyError, TypeError, ValueError) as error:
+            what = error.args[0] if error.args else error
+            error.args = (f"{method.__name__} on rank {self._rank_for_errors()}: {what}",)
             raise
 
     return cast(_Method, placed)
@@ -55,7 +56,7 @@ class Base:
             # Absent after Idup alone: a duplicate may not be made in a non-blocking call.
             if self == MPI.COMM_NULL:
                 raise CallError(MPI.ERR_COMM, "this is the null communicator")
-            link = self.__dict__["_mpicoll_link"] = attach(self)
+            link = self.__dict__["_mpicoll_link"] = attach(cast(MPI.Intracomm, self))
         return link
 
     @property

@@ -6,7 +6,6 @@ makes equal at both ends of a message; datatypes may differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from mpicoll.algorithms.alltoall import transit_from, transit_schedule
 from mpicoll.collectives.base import Base, end, in_place, placed
 from mpicoll.runtime.buffers import (
     Buffer,
+    Finish,
     check_aliasing,
     parse_recv,
     parse_recv_v,
@@ -97,16 +97,10 @@ class Movement(Base):
     ) -> None:
         link = self._link
         target, finish, alias = EMPTY, None, None
-        if recv is not None and in_place(sendbuf):
-            target, finish = recv.target()
-            low = offsets(recv.block_bytes)[root]
-            source, alias = _own_block(recv, target, finish, low, recv.block_bytes[root])
+        if recv is None:
+            source = parse_send(sendbuf).source()
         else:
-            send = parse_send(sendbuf)
-            source = send.source()
-            if recv is not None:
-                _disjoint(send, recv)
-                target, finish = recv.target()
+            source, target, finish, alias = _block_sides(sendbuf, recv, root)
         choice = self._choose(
             "gather", algorithm, segment, nbytes=source.size * link.size if uniform else None
         )
@@ -170,15 +164,15 @@ class Movement(Base):
     ) -> None:
         link = self._link
         source, finish, alias = EMPTY, None, None
-        if send is not None and in_place(recvbuf):
+        recv = None if send is not None and in_place(recvbuf) else parse_recv(recvbuf)
+        if send is not None:
             source = send.source()
+        if send is not None and (recv is None or check_aliasing(recv, send, root)):
+            # The root's own block stays where it is; nothing is written to the target.
             low = offsets(send.block_bytes)[root]
             target, alias = source[low : low + send.block_bytes[root]], -low
         else:
-            recv = parse_recv(recvbuf)
-            if send is not None:
-                _disjoint(send, recv)
-                source = send.source()
+            assert recv is not None
             target, finish = recv.target()
         choice = self._choose(
             "scatter", algorithm, segment, nbytes=target.size * link.size if uniform else None
@@ -238,16 +232,7 @@ class Movement(Base):
         segment: int | None,
     ) -> None:
         link = self._link
-        alias = None
-        if in_place(sendbuf):
-            target, finish = recv.target()
-            low = offsets(recv.block_bytes)[link.rank]
-            source, alias = _own_block(recv, target, finish, low, recv.block_bytes[link.rank])
-        else:
-            send = parse_send(sendbuf)
-            _disjoint(send, recv)
-            source = send.source()
-            target, finish = recv.target()
+        source, target, finish, alias = _block_sides(sendbuf, recv, link.rank)
         # All ranks pass equal receive counts, in both forms, by the standard.
         choice = self._choose("allgather", algorithm, segment, nbytes=target.size)
         if source.size != recv.block_bytes[link.rank]:
@@ -315,9 +300,9 @@ class Movement(Base):
         uniform: bool,
     ) -> None:
         link = self._link
-        if send is not None:
-            _disjoint(send, recv)
-        source = recv.current().copy() if send is None else send.source()
+        if send is not None and check_aliasing(send, recv):
+            send = None
+        source = recv.source().copy() if send is None else send.source()
         sends = recv.block_bytes if send is None else send.block_bytes
         choice = self._choose(
             "alltoall",
@@ -366,23 +351,21 @@ class Movement(Base):
         )
 
 
-def _disjoint(send: Buffer, recv: Buffer) -> None:
-    """Refuse overlap in the collectives whose blocks differ on the two sides."""
-    if check_aliasing(send, recv):
-        raise CallError(
-            MPI.ERR_BUFFER,
-            "send and receive buffer are the same memory; pass MPI.IN_PLACE as the one of them",
-        )
+def _block_sides(
+    sendbuf: Any, recv: Buffer, block: int
+) -> tuple[Bytes, Bytes, Finish, int | None]:
+    """Return source, target, finish and alias where the send side is one block.
 
-
-def _own_block(
-    recv: Buffer,
-    target: Bytes,
-    finish: Callable[[], None] | None,
-    low: int,
-    nbytes: int,
-) -> tuple[Bytes, int | None]:
-    """Return this rank's block of a receive buffer, and where it lies in ``target``."""
+    In place, or when the send buffer is that block of the receive buffer, the source is
+    that block.
+    """
+    target, finish = recv.target()
+    if not in_place(sendbuf):
+        send = parse_send(sendbuf)
+        if not check_aliasing(send, recv, block):
+            return send.source(), target, finish, None
+    low = offsets(recv.block_bytes)[block]
+    nbytes = recv.block_bytes[block]
     if finish is None:
-        return target[low : low + nbytes], low
-    return recv.current()[low : low + nbytes], None
+        return target[low : low + nbytes], target, None, low
+    return recv.source()[low : low + nbytes], target, finish, None

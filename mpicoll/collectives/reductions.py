@@ -12,9 +12,9 @@ from mpi4py import MPI
 
 from mpicoll.collectives.base import Base, end, in_place, placed
 from mpicoll.runtime.buffers import Buffer, check_aliasing, parse_recv, parse_send
-from mpicoll.runtime.dtypes import AverageOp, Reducer, reducer
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.link import EMPTY
+from mpicoll.runtime.operators import AverageOp, Reducer, reducer
 from mpicoll.schedule.ir import Call
 from mpicoll.selection.choose import Choice, OrderWish, Wanted
 
@@ -36,11 +36,12 @@ class Reductions(Base):
     ) -> None:
         """Reduce the vectors of all ranks to the root."""
         tag = self._begin(root)
-        if self._link.rank != root:
-            send = parse_send(sendbuf)
-            self._reduce(tag, "reduce", send, None, op, root, algorithm, segment, order)
-            return
-        recv, send = _reduction_sides(sendbuf, recvbuf)
+        send: Buffer | None
+        recv: Buffer | None
+        if self._link.rank == root:
+            recv, send = _reduction_sides(sendbuf, recvbuf)
+        else:
+            recv, send = None, parse_send(sendbuf)
         self._reduce(tag, "reduce", send, recv, op, root, algorithm, segment, order)
 
     @placed
@@ -105,12 +106,12 @@ class Reductions(Base):
         link = self._link
         given = recv if send is None else send
         assert given is not None
-        reduction = reducer(op, given)
+        reduction = reducer(op, given.item)
         choice = self._choose_reduction(
             collective, reduction, sum(given.counts), algorithm, segment, order
         )
-        source = given.operand()
-        target, finish = (EMPTY, None) if recv is None else recv.result()
+        source = given.source()
+        target, finish = (EMPTY, None) if recv is None else recv.target()
         alias = 0 if send is None and finish is None else None
         call = Call(
             link.rank, link.size, (sum(given.counts),), root, _items(choice, reduction.item_bytes)
@@ -216,14 +217,14 @@ class Reductions(Base):
         order: OrderWish,
     ) -> None:
         link = self._link
-        reduction = reducer(op, recv)
+        reduction = reducer(op, recv.item)
         choice = self._choose_reduction(
             "reduce_scatter", reduction, sum(counts), algorithm, segment, order
         )
         own = counts[link.rank] * reduction.item_bytes
         # In place the result lies over the head of the input, which is still to be read.
-        source = recv.operand().copy() if send is None else send.operand()
-        target, finish = recv.result()
+        source = recv.source().copy() if send is None else send.source()
+        target, finish = recv.target()
         call = Call(link.rank, link.size, counts, 0, _items(choice, reduction.item_bytes))
         link.run(
             choice,
@@ -271,15 +272,10 @@ def _reduction_sides(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer | None]
 
 
 def _same_items(send: Buffer, recv: Buffer) -> None:
-    if send.datatype != recv.datatype or send.dtype != recv.dtype:
+    if not send.item.same(recv.item):
         raise ValueError(
-            "mismatch in send and receive MPI datatypes: "
-            f"{_type_name(send)} and {_type_name(recv)}"
+            f"mismatch in send and receive MPI datatypes: {send.item.name} and {recv.item.name}"
         )
-
-
-def _type_name(buffer: Buffer) -> str:
-    return str(buffer.dtype) if buffer.datatype is None else buffer.datatype.Get_name()
 
 
 def _no_average(op: MPI.Op) -> MPI.Op:

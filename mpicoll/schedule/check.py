@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 from mpicoll.errors import ScheduleError
 from mpicoll.schedule.contracts import Contract, View
@@ -26,11 +26,11 @@ Order: TypeAlias = Literal["any", "rank", "sequential"]
 
 
 class Piece(NamedTuple):
-    """``count`` elements of one term, the first of which has index ``index``."""
+    """``length`` elements of one term, the first of which has index ``first``."""
 
-    count: int
+    length: int
     term: int
-    index: int
+    first: int
 
 
 class Terms:
@@ -63,13 +63,13 @@ class Memory:
 
     def write(self, start: int, pieces: Sequence[Piece]) -> None:
         """Overwrite from ``start`` on."""
-        stop = start + sum(piece.count for piece in pieces)
+        stop = start + sum(piece.length for piece in pieces)
         first = self._split(start)
         last = self._split(stop)
         starts = []
         for piece in pieces:
             starts.append(start)
-            start += piece.count
+            start += piece.length
         self._starts[first:last] = starts
         self._pieces[first:last] = pieces
 
@@ -84,10 +84,10 @@ class Memory:
                 return None
             skip = start - self._starts[at]
             piece = self._pieces[at]
-            if not 0 <= skip < piece.count:
+            if not 0 <= skip < piece.length:
                 return None
-            count = min(piece.count - skip, stop - start)
-            found.append(Piece(count, piece.term, piece.index + skip))
+            count = min(piece.length - skip, stop - start)
+            found.append(Piece(count, piece.term, piece.first + skip))
             start += count
             at += 1
         return found
@@ -126,7 +126,7 @@ class _Rank:
 class _Message(NamedTuple):
     step: int
     pieces: list[Piece]
-    count: int
+    length: int
     heard: int
 
 
@@ -172,7 +172,7 @@ class _Proof:
         for number, rank in enumerate(self.ranks):
             rank.heard = 1 << number
             for held in rank.view.before:
-                self._write(number, held.span, [Piece(held.span.count, held.ranks[0], held.index)])
+                self._write(number, held.span, [Piece(held.span.count, held.ranks[0], held.first)])
         while self.ready:
             number = self.ready.popleft()
             if self.ranks[number].waiting == 0:
@@ -223,11 +223,8 @@ class _Proof:
         targets: list[Span] = []
         touched: list[Span] = []
         for item in step.local:
-            if isinstance(item, Copy):
-                target, sources = item.target, (item.source,)
-            else:
-                target, sources = item.target, item.operands
-            places = [self._place(rank, span) for span in (target, *sources)]
+            sources = (item.source,) if isinstance(item, Copy) else item.operands
+            places = [self._place(rank, span) for span in (item.target, *sources)]
             if isinstance(item, Copy) and places[0] == places[1]:
                 continue
             targets.append(places[0])
@@ -246,6 +243,8 @@ class _Proof:
         target, source = self._place(rank, item.target), self._place(rank, item.source)
         if item.target.count != item.source.count:
             self._fail(number, f"copies {item.source} to {item.target} of another count")
+        if item.target == item.source:
+            self._fail(number, f"copies {item.source} onto itself")
         if target == source:
             self._bounds(number, item.target)
             self._bounds(number, item.source)
@@ -278,15 +277,15 @@ class _Proof:
         heads = [deque(column) for column in columns]
         while heads[0]:
             tops = [head[0] for head in heads]
-            if len({top.index for top in tops}) > 1:
-                indices = ", ".join(str(top.index) for top in tops)
+            if len({top.first for top in tops}) > 1:
+                indices = ", ".join(str(top.first) for top in tops)
                 self._fail(number, f"reduces into {item.target} elements of indices {indices}")
-            count = min(top.count for top in tops)
+            count = min(top.length for top in tops)
             term = self.terms.fold(tuple(top.term for top in tops))
-            result.append(Piece(count, term, tops[0].index))
+            result.append(Piece(count, term, tops[0].first))
             for head, top in zip(heads, tops, strict=True):
-                if top.count > count:
-                    head[0] = Piece(top.count - count, top.term, top.index + count)
+                if top.length > count:
+                    head[0] = Piece(top.length - count, top.term, top.first + count)
                 else:
                     head.popleft()
         return result
@@ -297,14 +296,15 @@ class _Proof:
         sends, recvs = self.sends[source, target], self.recvs[source, target]
         while sends and recvs:
             message, posted = sends.popleft(), recvs.popleft()
-            if message.count != posted.span.count:
+            if message.length != posted.span.count:
                 self._fail(
                     target,
                     f"expects {posted.span.count} elements from rank {source} in step "
-                    f"{posted.step}, which sends {message.count} in its step {message.step}",
+                    f"{posted.step}, which sends {message.length} in its step {message.step}",
                 )
             self._write(target, posted.span, message.pieces)
-            self.ranks[target].heard |= message.heard
+            if message.length:  # executors send nothing for an empty message
+                self.ranks[target].heard |= message.heard
             for number in (source, target):
                 self.ranks[number].waiting -= 1
                 if self.ranks[number].waiting == 0:
@@ -338,7 +338,7 @@ class _Proof:
         """Return where ``span`` lies when input and output share memory."""
         if rank.alias is None:
             return span
-        buffer, start, stop = span
+        buffer, start, stop = span.buffer, span.start, span.stop
         if rank.alias >= 0 and buffer is INPUT:
             return Span(OUTPUT, start + rank.alias, stop + rank.alias)
         if rank.alias < 0 and buffer is OUTPUT:
@@ -383,10 +383,10 @@ class _Proof:
                 self._fail(number, f"ends without having heard of ranks {missing}")
             for held in rank.view.after:
                 pieces = self._read(number, held.span, "must end with")
-                index = held.index
+                index = held.first
                 for piece in pieces:
                     self._kept(number, held.ranks, index, piece)
-                    index += piece.count
+                    index += piece.length
                 if self.contract.collective == "allreduce":
                     # Law 3: the same bits on all ranks, so the same tree per element.
                     first = first or _merged(pieces)
@@ -395,8 +395,8 @@ class _Proof:
 
     def _kept(self, number: int, ranks: tuple[int, ...], index: int, piece: Piece) -> None:
         got = self.terms.ranks[piece.term]
-        if piece.index != index:
-            self._fail(number, f"ends with element {piece.index} where {index} is promised")
+        if piece.first != index:
+            self._fail(number, f"ends with element {piece.first} where {index} is promised")
         if not self.contract.reduces or self.order == "any":
             right = tuple(sorted(got)) == ranks
         elif self.order == "rank":
@@ -410,7 +410,7 @@ class _Proof:
                 f"{ranks} in order {self.order!r}",
             )
 
-    def _fail(self, number: int, what: str) -> None:
+    def _fail(self, number: int, what: str) -> NoReturn:
         rank = self.ranks[number]
         inside = 0 <= rank.step < len(rank.schedule.steps)
         where = f"rank {number}, step {rank.step}" if inside else f"rank {number}"
@@ -422,7 +422,7 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
     merged: list[Piece] = []
     for piece in pieces:
         if merged and merged[-1].term == piece.term:
-            merged[-1] = Piece(merged[-1].count + piece.count, piece.term, merged[-1].index)
+            merged[-1] = Piece(merged[-1].length + piece.length, piece.term, merged[-1].first)
         else:
             merged.append(piece)
     return merged

@@ -17,11 +17,11 @@ from mpicoll.schedule.partition import blocks, offsets
 
 
 class Held(NamedTuple):
-    """Elements of ``span`` are the values ``index``, ``index + 1``, … of ``ranks``."""
+    """Elements of ``span`` are the values ``first``, ``first + 1``, … of ``ranks``."""
 
     span: Span
     ranks: tuple[int, ...]
-    index: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True)

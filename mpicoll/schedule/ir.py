@@ -38,7 +38,8 @@ class Buffer(Enum):
 INPUT, OUTPUT, WORK = Buffer.INPUT, Buffer.OUTPUT, Buffer.WORK
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Span:
     """Elements ``start`` to ``stop`` (exclusive) of one buffer."""
 
     buffer: Buffer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -79,7 +80,8 @@ def binomial(rank: int, size: int, root: int) -> Tree:
     return Tree(relative, parent, tuple(children), min(relative + reach, size))
 
 
-class Folded(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Folded:
     """One rank's place after folding the group to a power of two.
 
     The first ``2 * (size - members)`` ranks form neighbouring pairs; the even one hands

@@ -1,0 +1,1 @@
+"""What touches MPI and memory: buffers, operators, the executor, the link."""

@@ -1,0 +1,151 @@
+"""What is known of an MPI datatype: sizes, whether it is dense, its NumPy counterpart."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+DType: TypeAlias = np.dtype[Any]
+
+
+class Item(NamedTuple):
+    """An item type. ``datatype`` is None where MPI has none; it then moves as bytes.
+
+    ``nbytes`` is the size of its signature; ``dense`` says that items in memory are that
+    signature, in order and without gaps. ``dtype`` is set where NumPy can compute with it.
+    """
+
+    datatype: MPI.Datatype | None
+    dtype: DType | None
+    nbytes: int
+    extent: int
+    true_lb: int
+    true_ub: int
+    dense: bool
+
+    @property
+    def name(self) -> str:
+        """The name for messages."""
+        if self.datatype is None:
+            return str(self.dtype)
+        return self.datatype.Get_name() or "derived datatype"
+
+    def same(self, other: Item) -> bool:
+        """Whether both are the same datatype."""
+        if self.datatype is None or other.datatype is None:
+            return self.datatype is other.datatype and self.dtype == other.dtype
+        return self.datatype == other.datatype
+
+
+def _numpy_counterparts() -> dict[int, DType]:
+    """Return NumPy dtypes by the handle of the datatype, for what NumPy computes with."""
+    named = {
+        "?": ["C_BOOL", "CXX_BOOL"],
+        "i1": ["INT8_T", "SIGNED_CHAR", "INTEGER1"],
+        "i2": ["INT16_T", "SHORT", "INTEGER2"],
+        "i4": ["INT32_T", "INT", "INTEGER", "INTEGER4"],
+        "i8": ["INT64_T", "LONG_LONG", "INTEGER8", "AINT", "OFFSET", "COUNT"],
+        "u1": ["UINT8_T", "UNSIGNED_CHAR"],
+        "u2": ["UINT16_T", "UNSIGNED_SHORT"],
+        "u4": ["UINT32_T", "UNSIGNED"],
+        "u8": ["UINT64_T", "UNSIGNED_LONG_LONG"],
+        "l": ["LONG"],
+        "L": ["UNSIGNED_LONG"],
+        "f2": ["FLOAT16_T", "REAL2"],
+        "f4": ["FLOAT", "REAL", "REAL4"],
+        "f8": ["DOUBLE", "DOUBLE_PRECISION", "REAL8"],
+        "g": ["LONG_DOUBLE"],
+        "c8": ["C_COMPLEX", "C_FLOAT_COMPLEX", "CXX_FLOAT_COMPLEX", "COMPLEX", "COMPLEX8"],
+        "c16": ["C_DOUBLE_COMPLEX", "CXX_DOUBLE_COMPLEX", "DOUBLE_COMPLEX", "COMPLEX16"],
+        "G": ["C_LONG_DOUBLE_COMPLEX", "CXX_LONG_DOUBLE_COMPLEX"],
+    }
+    found: dict[int, DType] = {}
+    for code, names in named.items():
+        dtype = np.dtype(code)
+        for name in names:
+            datatype = getattr(MPI, name, MPI.DATATYPE_NULL)
+            if datatype != MPI.DATATYPE_NULL and datatype.Get_size() == dtype.itemsize:
+                found[datatype.handle] = dtype
+    return found
+
+
+_COUNTERPARTS = _numpy_counterparts()
+_PREDEFINED: dict[int, Item] = {}
+
+
+def describe(datatype: MPI.Datatype) -> Item:
+    """Return what is known of ``datatype``; raises MPI.Exception for the null one."""
+    # Handles of freed datatypes come again, so only those that live for ever are kept.
+    known = _PREDEFINED.get(datatype.handle)
+    if known is not None:
+        return known
+    nbytes = datatype.Get_size()
+    _, extent = datatype.Get_extent()
+    true_lb, true_extent = datatype.Get_true_extent()
+    item = Item(
+        datatype,
+        _COUNTERPARTS.get(datatype.handle),
+        nbytes,
+        extent,
+        true_lb,
+        true_lb + true_extent,
+        true_lb == 0 and nbytes == extent == true_extent and _in_order(datatype),
+    )
+    if datatype.is_predefined:
+        _PREDEFINED[datatype.handle] = item
+    return item
+
+
+def _in_order(datatype: MPI.Datatype) -> bool:
+    """Whether the bytes of the signature are in the order of memory.
+
+    An indexed type can permute without leaving a gap; of the derived types only copies
+    and rows of what is in order are sure to be in order.
+    """
+    if datatype.is_predefined:
+        return True
+    base, combiner, _ = datatype.decode()
+    in_order = combiner in ("DUP", "CONTIGUOUS", "RESIZED") and _in_order(base)
+    if not base.is_predefined:
+        base.Free()
+    return in_order
+
+
+@lru_cache(maxsize=256)
+def _of_dtype(dtype: DType) -> Item | None:
+    """Return the item type of a NumPy dtype, None where mpi4py has the say."""
+    if dtype.type.__module__ == ml_dtypes.__name__ and dtype.isnative:
+        size = dtype.itemsize
+        return Item(None, dtype, size, size, 0, size, True)
+    if dtype.isnative and dtype.char in "?bhilqBHILQefdgFDG":
+        datatype = MPI._typedict.get(dtype.char, MPI.DATATYPE_NULL)
+        if datatype != MPI.DATATYPE_NULL:
+            return describe(datatype)._replace(dtype=dtype)
+        if dtype.char == "e":
+            return Item(None, dtype, 2, 2, 0, 2, True)
+    return None
+
+
+def of_array(array: np.ndarray[Any, Any]) -> Item | None:
+    """Return the item type of a NumPy array of a usual dtype, else None."""
+    return _of_dtype(array.dtype)
+
+
+def lookup(array: Any) -> Item:
+    """Return the item type of any array; raises what mpi4py raises where there is none."""
+    found = _of_dtype(array.dtype)
+    if found is not None:
+        return found
+    try:
+        code = memoryview(array).format
+    except ValueError as error:
+        raise BufferError(f"message: {error}") from None
+    if not array.dtype.isnative:
+        raise BufferError(f"format string {code!r} with non-native byte order")
+    if code in MPI._typedict and MPI._typedict[code] != MPI.DATATYPE_NULL:
+        return describe(MPI._typedict[code])
+    raise KeyError(f"cannot map {code!r} to MPI datatype")
