@@ -12,14 +12,15 @@ Bad arguments raise before anything is sent and leave every buffer as it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, cast
 
 from mpi4py import MPI
 
 from mpicoll.collectives.movement import Movement
 from mpicoll.collectives.reductions import Reductions
-from mpicoll.runtime.link import attach
+from mpicoll.runtime.link import Link, attach
 
 
 class Comm(Movement, Reductions, MPI.Intracomm):
@@ -47,7 +48,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):
         base: Any = next(one for one in cls.__mro__ if one.__module__ == MPI.__name__)
         new = cast("Comm", base.__new__(cls, comm))
         if comm is not None and new != MPI.COMM_NULL:
-            attach(new)
+            new.__dict__["_mpicoll_link"] = attach(new)
         return new
 
     def _adopt(self, comm: MPI.Intracomm) -> Any:
@@ -61,6 +62,11 @@ class Comm(Movement, Reductions, MPI.Intracomm):
         """Free the communicator and the duplicate behind it; collective."""
         super().Free()
         self.__dict__.pop("_mpicoll_link", None)
+
+    def _count_native(self, name: str) -> None:
+        link = self.__dict__.get("_mpicoll_link")
+        if isinstance(link, Link):
+            link.stats.add((name, "native"))
 
     # -- constructors -----------------------------------------------------------------
 
@@ -121,8 +127,35 @@ class Distgraphcomm(MPI.Distgraphcomm, Comm):
     """A distributed-graph communicator whose collectives are mpicoll's."""
 
 
+def _counted(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an inherited method, which stays the MPI's own, counted as such."""
+
+    @wraps(native)
+    def method(self: Comm, *args: Any, **keywords: Any) -> Any:
+        self._count_native(native.__name__)
+        return native(self, *args, **keywords)
+
+    return method
+
+
 _CLASSES: dict[int, type[Comm]] = {
     MPI.CART: Cartcomm,
     MPI.GRAPH: Graphcomm,
     MPI.DIST_GRAPH: Distgraphcomm,
 }
+_OURS = (
+    *("Allgather", "Allgatherv", "Allreduce", "Alltoall", "Alltoallv", "Alltoallw", "Barrier"),
+    *("Bcast", "Exscan", "Gather", "Gatherv", "Reduce", "Reduce_scatter"),
+    *("Reduce_scatter_block", "Scan", "Scatter", "Scatterv"),
+)
+_PICKLED = ("allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan")
+for _name in (
+    *(f"I{name.lower()}" for name in _OURS),
+    *(f"{name}_init" for name in _OURS),
+    *(*_PICKLED, "scatter"),
+):
+    setattr(Comm, _name, _counted(getattr(MPI.Intracomm, _name)))
+for _class in _CLASSES.values():
+    for _name in dir(MPI.Topocomm):
+        if _name.lower().startswith(("neighbor_", "ineighbor_")):
+            setattr(_class, _name, _counted(getattr(MPI.Topocomm, _name)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from mpicoll.algorithms._allgather_phases import ring_allgather
 from mpicoll.algorithms.registry import algorithm
 from mpicoll.schedule import peers
 from mpicoll.schedule.ir import OUTPUT, Builder, Call, Recv, Schedule, Send, Span
+from mpicoll.schedule.partition import cut, joined, segments
 
 
 @algorithm("bcast", "binomial")
@@ -27,4 +29,54 @@ def binomial(call: Call) -> Schedule:
         builder.step(recvs=[Recv(tree.parent, whole)], phase="bcast")
     for child, _, _ in tree.children:
         builder.step(sends=[Send(child, whole)], phase="bcast")
+    return builder.build()
+
+
+@algorithm("bcast", "scatter_allgather")
+def scatter_allgather(call: Call) -> Schedule:
+    """Scatter a block to every rank down the binomial tree, then allgather round the ring.
+
+    Steps: lg + P - 1
+    Sent: 2 * N * (P - 1) / P
+
+    Good for long vectors. No work memory: blocks go straight to their place in OUTPUT.
+
+    Source: M. Barnett, L. Shuler, R. van de Geijn, S. Gupta, D. Payne, J. Watts,
+    "Interprocessor Collective Communication Library (InterCom)", Scalable High
+    Performance Computing Conference (1994).
+    """
+    builder = Builder()
+    blocks = cut(Span(OUTPUT, 0, call.count), call.size)  # of relative ranks
+    tree = peers.binomial(call.rank, call.size, call.root)
+    if tree.parent is not None:
+        span = joined(blocks[tree.relative : tree.last])
+        builder.step(recvs=[Recv(tree.parent, span)], phase="scatter")
+    for child, first, last in tree.children:
+        builder.step(sends=[Send(child, joined(blocks[first:last]))], phase="scatter")
+    by_rank = [blocks[(rank - call.root) % call.size] for rank in range(call.size)]
+    ring_allgather(builder, call.rank, call.size, by_rank)
+    return builder.build()
+
+
+@algorithm("bcast", "chain", segmented=True)
+def chain(call: Call) -> Schedule:
+    """Pass segments down the chain of ranks from the root, one while the next arrives.
+
+    Steps: (S + (P > 2)) * (P > 1)
+    Sent: N
+
+    The last rank has its last segment after P - 2 + S steps of the chain. Good for very
+    long vectors on few ranks.
+
+    Source: J. Watts, R. van de Geijn, "A Pipelined Broadcast for Multidimensional
+    Meshes", Parallel Processing Letters 5 (1995).
+    """
+    builder = Builder()
+    place = (call.rank - call.root) % call.size
+    left, right = peers.ring(call.rank, call.size)
+    pieces = segments(Span(OUTPUT, 0, call.count), call.segment)
+    recvs = [[Recv(left, piece)] if place > 0 else [] for piece in pieces]
+    sends = [[Send(right, piece)] if place < call.size - 1 else [] for piece in pieces]
+    for arriving, leaving in zip([*recvs, []], [[], *sends], strict=True):
+        builder.step(recvs=arriving, sends=leaving, phase="bcast")
     return builder.build()

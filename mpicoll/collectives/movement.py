@@ -112,6 +112,7 @@ class Movement(Base):
             counts = tuple(source.size if peer == link.rank else 0 for peer in range(link.size))
         if recv is not None:
             counts = recv.block_bytes
+            _own_fits(source.size, counts[root])
         link.run(
             choice,
             Call(link.rank, link.size, counts, root, choice.segment_bytes),
@@ -185,6 +186,7 @@ class Movement(Base):
             counts = tuple(target.size if peer == link.rank else 0 for peer in range(link.size))
         if send is not None:
             counts = send.block_bytes
+            _own_fits(counts[root], target.size)
         link.run(
             choice,
             Call(link.rank, link.size, counts, root, choice.segment_bytes),
@@ -235,12 +237,7 @@ class Movement(Base):
         source, target, finish, alias = _block_sides(sendbuf, recv, link.rank)
         # All ranks pass equal receive counts, in both forms, by the standard.
         choice = self._choose("allgather", algorithm, segment, nbytes=target.size)
-        if source.size != recv.block_bytes[link.rank]:
-            raise CallError(
-                MPI.ERR_TRUNCATE,
-                f"the send buffer has {source.size} bytes, this rank's block of the receive "
-                f"buffer {recv.block_bytes[link.rank]}",
-            )
+        _own_fits(source.size, recv.block_bytes[link.rank])
         call = Call(link.rank, link.size, recv.block_bytes, 0, choice.segment_bytes)
         link.run(choice, call, tag, source=source, target=target, alias=alias)
         end(finish)
@@ -311,12 +308,7 @@ class Movement(Base):
             nbytes=source.size if uniform else None,
             uniform=uniform,
         )
-        if sends[link.rank] != recv.block_bytes[link.rank]:
-            raise CallError(
-                MPI.ERR_TRUNCATE,
-                f"the block for this rank itself has {sends[link.rank]} bytes to send and "
-                f"{recv.block_bytes[link.rank]} to receive",
-            )
+        _own_fits(sends[link.rank], recv.block_bytes[link.rank])
         target, finish = recv.target()
         call = Call(link.rank, link.size, sends, 0, 0, recv.block_bytes)
         if choice.algorithm.knows == "transit":
@@ -369,3 +361,13 @@ def _block_sides(
     if finish is None:
         return target[low : low + nbytes], target, None, low
     return recv.source()[low : low + nbytes], target, finish, None
+
+
+def _own_fits(sent: int, received: int) -> None:
+    """Refuse a block that a rank sends to itself and expects in another size."""
+    if sent != received:
+        raise CallError(
+            MPI.ERR_TRUNCATE,
+            f"this rank's own block has {sent} bytes on the send side and {received} on the "
+            "receive side",
+        )

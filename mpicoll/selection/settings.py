@@ -14,8 +14,17 @@ from mpicoll.errors import AlgorithmError, SettingError
 from mpicoll.schedule.contracts import COLLECTIVES
 
 PREFIX = "MPICOLL_"
-#: Variables of the set-up scripts, which are not settings of a communicator.
-SCRIPT_VARIABLES = frozenset({"MPICOLL_VENV", "MPICOLL_MPI"})
+#: Variables of the set-up scripts and the tests, which are not settings of a communicator.
+SCRIPT_VARIABLES = frozenset(
+    {
+        "MPICOLL_EXTRAS",
+        "MPICOLL_MPI",
+        "MPICOLL_MPIEXEC",
+        "MPICOLL_PYTHON",
+        "MPICOLL_TEST_TIMEOUT",
+        "MPICOLL_VENV",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
