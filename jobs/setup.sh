@@ -34,10 +34,13 @@ _mpicoll_step() {
 # Prints a Python that is new enough and can make a venv.
 _mpicoll_find_python() {
     local candidates=(python3 python3.14 python3.13 python3.12 python3.11 python3.10)
-    local candidate found='' version
+    local candidate found='' version seen=:
     [[ -z ${MPICOLL_PYTHON:-} ]] || candidates=("$MPICOLL_PYTHON")
     for candidate in "${candidates[@]}"; do
         command -v "$candidate" >/dev/null || continue
+        version=$(readlink -f "$(command -v "$candidate")")
+        [[ $seen != *":$version:"* ]] || continue
+        seen+=$version:
         version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>&1) || continue
         if ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
             found+=" $candidate is $version;"
@@ -55,7 +58,7 @@ _mpicoll_find_python() {
 # Hashes of what the installed packages and what the installed copy of mpicoll come from.
 _mpicoll_hash_deps() {
     { cat "$_mpicoll_root/pyproject.toml"
-      printf '%s\n' 1 "$MPICOLL_VENV" "$_mpicoll_extras" "${MPICOLL_PYTHON:-}"; } | sha256sum | cut -d' ' -f1
+      printf '%s\n' 1 "$MPICOLL_VENV" "$_mpicoll_extras"; } | sha256sum | cut -d' ' -f1
 }
 _mpicoll_hash_source() {
     (cd "$_mpicoll_root"
@@ -121,6 +124,9 @@ sys.exit(ranks != 2)' 2>&1) && [[ $answer == *world-size-2* ]] && return
     return 1
 }
 
+# The Python that a venv was made from can be upgraded away.
+_mpicoll_venv_works() { "$MPICOLL_VENV/bin/python" -c 'import pip' 2>/dev/null; }
+
 # The build looks for meson and ninja on PATH.
 _mpicoll_pip() {
     PATH=$MPICOLL_VENV/bin:$PATH "$MPICOLL_VENV/bin/python" -m pip --disable-pip-version-check "$@"
@@ -134,9 +140,9 @@ _mpicoll_build() {
 _mpicoll_wheel() { printf '%s\n' "$MPICOLL_VENV"/.mpicoll-build/*.whl; }
 
 _mpicoll_install_all() {
-    local choice=$1 deps=$2 source=$3 python mpi=${MPICOLL_MPI:-openmpi} system=''
+    local choice=$1 deps=$2 source=$3 system=$_mpicoll_system python mpi=${MPICOLL_MPI:-openmpi}
     # Packages of another MPI would stay in the way, so only the same choice is built upon.
-    if [[ -z $_mpicoll_deps || $_mpicoll_choice != "$choice" ]]; then
+    if [[ -z $_mpicoll_deps || $_mpicoll_choice != "$choice" ]] || ! _mpicoll_venv_works; then
         python=$(_mpicoll_find_python) || exit 1
         find "$MPICOLL_VENV" -mindepth 1 -maxdepth 1 ! -name .mpicoll-lock -exec rm -rf {} +
         _mpicoll_step "making a venv in $MPICOLL_VENV with $python" "$python" -m venv "$MPICOLL_VENV"
@@ -145,8 +151,7 @@ _mpicoll_install_all() {
     _mpicoll_step 'installing the build tools' \
         _mpicoll_pip install --upgrade pip 'meson-python>=0.18' ninja
     _mpicoll_step 'building mpicoll (pure Python: this version has no compiled part)' _mpicoll_build
-    if [[ ${choice#*:} ]]; then
-        system=${choice#*:}
+    if [[ $system ]]; then
         _mpicoll_step "installing mpicoll[$_mpicoll_extras]" \
             _mpicoll_pip install "$(_mpicoll_wheel)[$_mpicoll_extras]"
         if _mpicoll_try_mpiexec "$system"; then
@@ -189,7 +194,7 @@ _mpicoll_bring_up() {
     source=$(_mpicoll_hash_source)
     _mpicoll_read_state
     if [[ $_mpicoll_deps != "$deps" || $_mpicoll_choice != "$choice" ]] ||
-        ! "$MPICOLL_VENV/bin/python" -c '' 2>/dev/null; then
+        ! _mpicoll_venv_works; then
         _mpicoll_install_all "$choice" "$deps" "$source"
     elif [[ $_mpicoll_source != "$source" ]]; then
         _mpicoll_install_package "$source"
@@ -197,7 +202,7 @@ _mpicoll_bring_up() {
 }
 
 mpicoll_setup() {
-    local system='' suffix=''
+    local suffix='' choice
     case ${MPICOLL_MPI:-} in
         '') ;;
         openmpi | mpich | impi | system) suffix=-$MPICOLL_MPI ;;
@@ -207,19 +212,21 @@ mpicoll_setup() {
     [[ $MPICOLL_VENV == /* ]] || MPICOLL_VENV=$PWD/$MPICOLL_VENV
     _mpicoll_extras=${MPICOLL_EXTRAS:-train,test}
     _mpicoll_log=$MPICOLL_VENV/.mpicoll-log
+    _mpicoll_system=''
     case ${MPICOLL_MPI:-} in
-        '') system=$(_mpicoll_system_mpiexec) ;;
-        system)
-            system=$(_mpicoll_system_mpiexec)
-            [[ $system ]] || _mpicoll_die 'MPICOLL_MPI is system, and there is no mpiexec on PATH'
-            ;;
+        '' | system) _mpicoll_system=$(_mpicoll_system_mpiexec) ;;
     esac
+    [[ ${MPICOLL_MPI:-} != system || $_mpicoll_system ]] ||
+        _mpicoll_die 'MPICOLL_MPI is system, and there is no mpiexec on PATH'
+    # Another MPI can take over the same name, by a symbolic link.
+    choice=${MPICOLL_PYTHON:-}:${MPICOLL_MPI:-}:$_mpicoll_system
+    [[ ! $_mpicoll_system ]] || choice+=:$(readlink -f "$_mpicoll_system")
     if [[ -d $MPICOLL_VENV && ! -e $MPICOLL_VENV/.mpicoll-lock && $(ls -A "$MPICOLL_VENV") ]]; then
         _mpicoll_die "$MPICOLL_VENV was not made by this script, which would replace it; set MPICOLL_VENV to another folder"
     fi
     { mkdir -p "$MPICOLL_VENV" && : >>"$MPICOLL_VENV/.mpicoll-lock"; } 2>/dev/null ||
         _mpicoll_die "cannot write to $MPICOLL_VENV; set MPICOLL_VENV to another folder"
-    (_mpicoll_bring_up "${MPICOLL_MPI:-}:$system") 9>>"$MPICOLL_VENV/.mpicoll-lock" || exit 1
+    (_mpicoll_bring_up "$choice") 9>>"$MPICOLL_VENV/.mpicoll-lock" || exit 1
     _mpicoll_read_state
     export PATH=$MPICOLL_VENV/bin:$PATH
 }

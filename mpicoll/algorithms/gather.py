@@ -7,6 +7,8 @@ from mpicoll.schedule import peers
 from mpicoll.schedule.ir import (
     INPUT,
     OUTPUT,
+    WORK,
+    Buffer,
     Builder,
     Call,
     Copy,
@@ -60,24 +62,58 @@ def binomial(call: Call) -> Schedule:
     Computing Applications 19 (2005).
     """
     builder = Builder()
-    tree = peers.binomial(call.rank, call.size, call.root)
-    is_root, wrap = tree.parent is None, call.size - call.root
     own = Span(INPUT, 0, call.counts[call.rank])
-    held = [own]
-    local = []
-    if is_root or tree.children:
-        held = subtree_blocks(builder, call, tree, OUTPUT)
-        local = [Copy(held[0], own)]
+    tree = peers.binomial(call.rank, call.size, call.root)
+    held = Subtree(builder, call, tree, OUTPUT, own)
+    local = [] if held.own == own else [Copy(held.own, own)]
     for child, first, last in reversed(tree.children):
-        slices = peers.subtree_slices(tree, first, last, wrap if is_root else None)
-        recvs = [Recv(child, joined(held[part])) for part in slices]
+        recvs = [Recv(child, span) for span in held.spans(child, first, last)]
         builder.step(recvs=recvs, local=local, phase="gather")
         local = []
     if tree.parent is None:
         builder.step(local=local, phase="gather")
     else:
-        cut = wrap if tree.parent == call.root else None
-        slices = peers.subtree_slices(tree, tree.relative, tree.last, cut)
-        sends = [Send(tree.parent, joined(held[part])) for part in slices]
-        builder.step(sends=sends, phase="gather")
+        spans = held.spans(tree.parent, tree.relative, tree.last)
+        builder.step(sends=[Send(tree.parent, span) for span in spans], phase="gather")
     return builder.build()
+
+
+class Subtree:
+    """Where a rank of the binomial tree keeps the blocks of its subtree; for Scatter too.
+
+    The root keeps them in ``whole``, in rank order; others in relative rank order, an
+    inner rank in scratch, a leaf its only one in ``own``.
+    """
+
+    def __init__(
+        self, builder: Builder, call: Call, tree: peers.Tree, whole: Buffer, own: Span
+    ) -> None:
+        self._call = call
+        self._first = tree.relative
+        ranks = [(call.root + place) % call.size for place in range(tree.relative, tree.last)]
+        self._blocks = [own]
+        if tree.parent is None:
+            homes = blocks(whole, call.counts)
+            self._blocks = [homes[rank] for rank in ranks]
+        elif tree.children:
+            counts = [call.counts[rank] for rank in ranks]
+            self._blocks = blocks(WORK, counts, builder.work(sum(counts)))
+
+    @property
+    def own(self) -> Span:
+        """Where the rank's own block lies."""
+        return self._blocks[0]
+
+    def spans(self, peer: int, first: int, last: int) -> list[Span]:
+        """Return what ``peer`` exchanges of relative ranks ``first`` to ``last - 1``.
+
+        One span, or two if the root takes part and the range wraps round the last rank.
+        """
+        middle = last
+        if self._call.root in (self._call.rank, peer):
+            middle = min(max(first, self._call.size - self._call.root), last)
+        return [
+            joined(self._blocks[low - self._first : high - self._first])
+            for low, high in ((first, middle), (middle, last))
+            if low < high
+        ]

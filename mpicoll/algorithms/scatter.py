@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpicoll.algorithms.gather import Subtree
 from mpicoll.algorithms.registry import algorithm
 from mpicoll.schedule import peers
 from mpicoll.schedule.ir import INPUT, OUTPUT, Builder, Call, Copy, Recv, Schedule, Send, Span
@@ -32,4 +33,34 @@ def linear(call: Call) -> Schedule:
         sends = [Send(target, homes[target]) for target in targets]
         builder.step(sends=sends, local=local, phase="scatter")
         local = []
+    return builder.build()
+
+
+@algorithm("scatter", "binomial", knows="counts")
+def binomial(call: Call) -> Schedule:
+    """Hand blocks down the binomial tree, those of a subtree in one message.
+
+    Steps: lg
+    Sent: N * (P - 1) / P
+
+    Good for short blocks. A rank with children keeps its subtree in work memory; the
+    root has all in place, so the subtree that wraps round the last rank is two messages.
+
+    Source: M. Barnett, L. Shuler, R. van de Geijn, S. Gupta, D. Payne, J. Watts,
+    "Interprocessor Collective Communication Library (InterCom)", Scalable High
+    Performance Computing Conference (1994).
+    """
+    builder = Builder()
+    own = Span(OUTPUT, 0, call.counts[call.rank])
+    tree = peers.binomial(call.rank, call.size, call.root)
+    held = Subtree(builder, call, tree, INPUT, own)
+    local = [] if held.own == own else [Copy(own, held.own)]
+    if tree.parent is not None:
+        spans = held.spans(tree.parent, tree.relative, tree.last)
+        builder.step(recvs=[Recv(tree.parent, span) for span in spans], phase="scatter")
+    for child, first, last in tree.children:
+        sends = [Send(child, span) for span in held.spans(child, first, last)]
+        builder.step(sends=sends, local=local, phase="scatter")
+        local = []
+    builder.step(local=local, phase="scatter")
     return builder.build()

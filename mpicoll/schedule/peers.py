@@ -80,19 +80,6 @@ def binomial(rank: int, size: int, root: int) -> Tree:
     return Tree(relative, parent, tuple(children), min(relative + reach, size))
 
 
-def subtree_slices(tree: Tree, first: int, last: int, wrap: int | None) -> list[slice]:
-    """Return where relative ranks ``first`` to ``last - 1`` are in a list of the subtree.
-
-    Two slices if ``wrap`` lies between: a root that keeps blocks in rank order has to cut
-    what it exchanges with a child at ``size - root``, the relative rank of rank 0.
-    """
-    middle = last if wrap is None else min(max(first, wrap), last)
-    ranges = (first, middle), (middle, last)
-    return [
-        slice(low - tree.relative, high - tree.relative) for low, high in ranges if low < high
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class Folded:
     """One rank's place after folding the group to a power of two.
