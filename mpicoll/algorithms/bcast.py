@@ -80,3 +80,44 @@ def chain(call: Call) -> Schedule:
     for arriving, leaving in zip([*recvs, []], [[], *sends], strict=True):
         builder.step(recvs=arriving, sends=leaving, phase="bcast")
     return builder.build()
+
+
+@algorithm("bcast", "circulant", segmented=True)
+def circulant(call: Call) -> Schedule:
+    """Send a segment and receive another in every round, over Träff's circulant graph.
+
+    Steps: (S + lg - 1) * (P > 1)
+    Sent: N / S * (S + lg - 1)
+
+    No broadcast of S segments takes fewer steps. Good for vectors of any length in about
+    sqrt((lg - 1) * N * β / α) segments.
+
+    Source: J. L. Träff, "Optimal Broadcast Schedules in Logarithmic Time with Applications
+    to Broadcast, All-Broadcast, Reduction and All-Reduction", arXiv:2407.18004.
+    """
+    builder = Builder()
+    rank, size = call.rank, call.size
+    if size == 1:
+        return builder.build()
+    pieces = segments(Span(OUTPUT, 0, call.count), call.segment)
+    place = (rank - call.root) % size
+    skips = peers.circulant_skips(size)[::-1]
+    rights = [(place + skip) % size for skip in skips]
+    arriving = peers.circulant_blocks(place, size)
+    leaving = [
+        peers.circulant_blocks(right, size)[k] if right else 0 for k, right in enumerate(rights)
+    ]
+    total = len(pieces) - 1 + len(skips)
+    late = -total % len(skips)  # so many rounds of the first phase are left out
+    for turn in range(late, late + total):
+        phase, k = divmod(turn, len(skips))
+        shift = phase * len(skips) - late
+        recvs, sends = [], []
+        if place and arriving[k] + shift >= 0:
+            piece = pieces[min(arriving[k] + shift, len(pieces) - 1)]
+            recvs = [Recv((rank - skips[k]) % size, piece)]
+        if rights[k] and leaving[k] + shift >= 0:
+            piece = pieces[min(leaving[k] + shift, len(pieces) - 1)]
+            sends = [Send((rank + skips[k]) % size, piece)]
+        builder.step(recvs=recvs, sends=sends, phase="bcast")
+    return builder.build()

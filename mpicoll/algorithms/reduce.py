@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mpicoll.algorithms import _phases
 from mpicoll.algorithms.registry import algorithm
 from mpicoll.schedule.ir import (
@@ -18,7 +20,7 @@ from mpicoll.schedule.ir import (
     Send,
     Span,
 )
-from mpicoll.schedule.partition import cut, joined, segments
+from mpicoll.schedule.partition import blocks, cut, joined, segments
 from mpicoll.schedule.peers import fold
 
 
@@ -130,3 +132,69 @@ def rabenseifner(call: Call) -> Schedule:
         elif apart >> k == 0:
             builder.step(recvs=[Recv(peer, joined(shares[slice(*give)]))], phase="gather")
     return builder.build()
+
+
+@algorithm("reduce", "linear", order="sequential")
+def linear(call: Call) -> Schedule:
+    """Send every vector to the root, which folds them in one go.
+
+    Steps: ceil((P - 1) / 32)
+    Sent: N
+
+    The bits are those of a sum from left to right over the ranks, and a wide
+    accumulator is rounded once. The root has at most 32 messages in flight and scratch
+    of P vectors. Good for tiny vectors.
+
+    Source: MPI: A Message-Passing Interface Standard, version 4.1, section 6.9.1, whose
+    definition it follows.
+    """
+    builder, own, out = _start(call)
+    if call.size == 1:
+        return builder.build()
+    if call.rank != call.root:
+        builder.step(sends=[Send(call.root, own)], phase="gather")
+        return builder.build()
+    slots = blocks(WORK, [call.count] * call.size, builder.work(call.count * call.size))
+    builder.step(local=[Copy(slots[call.rank], own)])  # in place the output would overlap
+    _to_root(builder, call, slots)
+    builder.step(local=[Reduce(out, tuple(slots))], phase="reduce")
+    return builder.build()
+
+
+@algorithm("reduce", "direct", order="sequential")
+def direct(call: Call) -> Schedule:
+    """Send every block to its owner at once, which folds it in one go and sends it to the root.
+
+    Steps: 2 * ceil((P - 1) / 32)
+    Sent: N if P > 1 else 0
+
+    The bits are those of a sum from left to right over the ranks, whatever the length,
+    and a wide accumulator is rounded once. At most 32 messages are in flight in each
+    direction. Scratch of the vector. Good for long vectors where the bits count.
+
+    Source: the first phase is pairwise exchange, posted together: R. Thakur,
+    R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
+    MPICH", International Journal of High Performance Computing Applications 19 (2005).
+    """
+    builder, own, out = _start(call)
+    if call.size == 1:
+        return builder.build()
+    inputs, outs = cut(own, call.size), cut(out, call.size)
+    mine = _phases.scratch(builder, inputs[call.rank].count)
+    builder.step(local=[Copy(mine, inputs[call.rank])])  # in place the output would overlap
+    target = outs[call.rank]
+    if call.rank != call.root:
+        target = _phases.scratch(builder, mine.count)
+    _phases.direct_reduce_scatter(builder, call.rank, call.size, inputs, mine, target)
+    if call.rank == call.root:
+        _to_root(builder, call, outs)
+    else:
+        builder.step(sends=[Send(call.root, target)], phase="gather")
+    return builder.build()
+
+
+def _to_root(builder: Builder, call: Call, slots: Sequence[Span]) -> None:
+    """Receive on the root what every other rank sends, into its slot."""
+    recvs = [Recv(peer, slots[peer]) for peer in range(call.size) if peer != call.root]
+    for first in range(0, len(recvs), _phases.IN_FLIGHT):
+        builder.step(recvs=recvs[first : first + _phases.IN_FLIGHT], phase="gather")

@@ -135,6 +135,8 @@ def _allreduce(wanted: Wanted) -> str:
 
 def _reduce(wanted: Wanted) -> str:
     nbytes = wanted.nbytes or 0
+    if wanted.order == "rank" or wanted.wide:
+        return "linear" if nbytes * wanted.size <= LARGE else "direct"
     if not wanted.commutative or wanted.size <= 2 or nbytes <= LARGE:
         return "binomial"
     return "rabenseifner"
