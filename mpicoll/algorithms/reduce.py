@@ -21,7 +21,7 @@ from mpicoll.schedule.ir import (
     Span,
 )
 from mpicoll.schedule.partition import blocks, cut, joined, segments
-from mpicoll.schedule.peers import fold
+from mpicoll.schedule.peers import fold, throttled
 
 
 def _start(call: Call) -> tuple[Builder, Span, Span]:
@@ -195,6 +195,6 @@ def direct(call: Call) -> Schedule:
 
 def _to_root(builder: Builder, call: Call, slots: Sequence[Span]) -> None:
     """Receive on the root what every other rank sends, into its slot."""
-    recvs = [Recv(peer, slots[peer]) for peer in range(call.size) if peer != call.root]
-    for first in range(0, len(recvs), _phases.IN_FLIGHT):
-        builder.step(recvs=recvs[first : first + _phases.IN_FLIGHT], phase="gather")
+    for distances in throttled(call.size):
+        peers = [(call.root + distance) % call.size for distance in distances]
+        builder.step(recvs=[Recv(peer, slots[peer]) for peer in peers], phase="gather")

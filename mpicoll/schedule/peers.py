@@ -45,6 +45,55 @@ def circulant_skips(size: int) -> tuple[int, ...]:
     return tuple(skips)
 
 
+def circulant_blocks(rank: int, size: int) -> tuple[int, ...]:
+    """Return the block that ``rank`` gets from rank 0, round by round of one phase.
+
+    A phase has a round per skip, the shortest first; in round b rank 0 sends the phase's
+    block b. Every rank gets one block of this phase, its own, and all others, but for its
+    own, of the phase before; those are counted from its end, as -1, -2, …. Empty for
+    rank 0.
+
+    A block's origin is the rank whose own it is. For round k one is searched to the left,
+    between the skips of rounds k and k + 1 away, whose block is still missing.
+
+    Source: J. L. Träff, "Optimal Broadcast Schedules in Logarithmic Time with Applications
+    to Broadcast, All-Broadcast, Reduction and All-Reduction", arXiv:2407.18004.
+    """
+    if rank == 0:
+        return ()
+    rounds = ceil_log2(size)
+    skips = (*reversed(circulant_skips(size)), size, 2 * size)
+    own = rounds
+    rest = rank
+    for block in reversed(range(rounds)):
+        if rest >= skips[block]:
+            rest -= skips[block]
+            own = block
+    missing = [block for block in range(rounds + 1) if block != own]
+    found: list[int] = []
+    right = size + rank  # positions of ranks from 0 to here, once round the circle
+    latest = right
+
+    def search(place: int, highest: int) -> None:
+        """Take blocks of the ranks reached from ``place`` by skips of ``highest`` and less."""
+        nonlocal latest
+        for block in range(highest, -1, -1):
+            k = len(found)
+            there = place + skips[block]
+            if block not in missing or there >= latest or there > right - skips[k]:
+                continue
+            if there <= right - skips[k + 1]:
+                search(there, block - 1)
+            if place > right - skips[len(found) + 1]:
+                return
+            found.append(block)
+            missing.remove(block)
+            latest = there
+
+    search(0, rounds)
+    return tuple(own if block == rounds else block - rounds for block in found)
+
+
 class Tree(NamedTuple):
     """One rank's place in a binomial tree; children in the order of a broadcast.
 
