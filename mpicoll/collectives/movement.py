@@ -310,7 +310,7 @@ class Movement(Base):
         )
         _own_fits(sends[link.rank], recv.block_bytes[link.rank])
         target, finish = recv.target()
-        call = Call(link.rank, link.size, sends, 0, 0, recv.block_bytes)
+        call = Call(link.rank, link.size, sends, 0, 0, recv.block_bytes, choice.radix)
         if choice.algorithm.knows == "transit":
             call = self._agree_transit(call, tag)
         link.run(choice, call, tag, source=source, target=target)

@@ -37,10 +37,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm and the most bytes of one segment; 0 leaves blocks whole."""
+    """An algorithm, the most bytes of one segment (0 leaves blocks whole), Bruck's radix."""
 
     algorithm: Algorithm
     segment_bytes: int = 0
+    radix: int = 2
 
 
 def choose(
@@ -51,7 +52,7 @@ def choose(
 ) -> Choice:
     """Return what runs: the named algorithm, else that of the settings, else a default.
 
-    A named algorithm that cannot serve the call raises AlgorithmError. One that comes
+    Bruck's all-to-all takes a radix behind its name: "bruck:4". A named algorithm that cannot serve the call raises AlgorithmError. One that comes
     from the settings stands for the calls it can serve; others get the default.
     """
     if wanted.order not in (None, "rank"):
@@ -59,18 +60,31 @@ def choose(
     if segment_bytes is not None and segment_bytes < 0:
         raise AlgorithmError(f"segment={segment_bytes}; expected 0 or more bytes")
     if algorithm is not None:
-        chosen = find(wanted.collective, algorithm)
+        chosen, radix = parse_name(wanted.collective, algorithm)
         objection = unfit(chosen, wanted)
         if objection:
             raise AlgorithmError(objection)
     else:
         named = settings.algorithm(wanted.collective)
-        chosen = find(wanted.collective, named or default(wanted))
+        chosen, radix = parse_name(wanted.collective, named or default(wanted))
         if named and unfit(chosen, wanted):
-            chosen = find(wanted.collective, default(wanted))
+            chosen, radix = parse_name(wanted.collective, default(wanted))
     if segment_bytes is None:
         segment_bytes = default_segment(chosen, wanted)
-    return Choice(chosen, segment_bytes if chosen.segmented else 0)
+    return Choice(chosen, segment_bytes if chosen.segmented else 0, radix)
+
+
+def parse_name(collective: str, text: str) -> tuple[Algorithm, int]:
+    """Return the algorithm of a name, and the radix behind it (2 where there is none)."""
+    name, colon, radix = text.partition(":")
+    algorithm = find(collective, name)
+    if not colon:
+        return algorithm, 2
+    if name != "bruck" or collective != "alltoall":
+        raise AlgorithmError(f"{collective} algorithm {name!r} takes no radix")
+    if not radix.isdecimal() or int(radix) < 2:
+        raise AlgorithmError(f"radix {radix!r} in {text!r}; expected a whole number from 2 on")
+    return algorithm, int(radix)
 
 
 def unfit(algorithm: Algorithm, wanted: Wanted) -> str:

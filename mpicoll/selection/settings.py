@@ -60,7 +60,8 @@ def parse(variables: Mapping[str, str]) -> Settings:
             known = ", ".join(PREFIX + name.upper() for name in COLLECTIVES)
             raise SettingError(f"unknown variable {variable}; known: {known}")
         try:
-            algorithms.append((collective, find(collective, value).name))
+            find(collective, value.partition(":")[0])
+            algorithms.append((collective, value))
         except AlgorithmError as error:
             raise SettingError(f"{variable}={value}: {error}") from None
     return Settings(tuple(algorithms))

@@ -78,6 +78,20 @@ def test_named_algorithm_that_does_not_fit(wanted: Wanted, algorithm: str, messa
         choose(wanted, Settings(), algorithm)
 
 
+def test_radix() -> None:
+    wanted = Wanted("alltoall", 8, 64)
+    assert choose(wanted, Settings(), "bruck:4").radix == 4
+    assert choose(wanted, Settings((("alltoall", "bruck:3"),))).radix == 3
+    assert choose(wanted, Settings(), "bruck").radix == 2
+    for name, message in (
+        ("bruck:1", "radix '1'"),
+        ("bruck:x", "radix 'x'"),
+        ("linear:4", "no radix"),
+    ):
+        with pytest.raises(AlgorithmError, match=message):
+            choose(wanted, Settings(), name)
+
+
 def test_order_that_no_default_keeps() -> None:
     with pytest.raises(AlgorithmError, match="order='left'"):
         choose(Wanted("allreduce", 4, 8, order="left"), Settings())  # type: ignore[arg-type]
