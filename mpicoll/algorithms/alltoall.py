@@ -112,7 +112,7 @@ def transit_schedule(rank: int, size: int) -> Schedule:
     return builder.build()
 
 
-def transit_from(rank: int, size: int, received: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def transit_from(size: int, received: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return ``Call.transit`` from what `transit_schedule` left in OUTPUT.
 
     It has, for every message that a rank receives, the counts of the blocks in it.

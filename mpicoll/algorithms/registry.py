@@ -67,6 +67,8 @@ class Algorithm:
             "log": math.log,
             "max": max,
             "min": min,
+            "range": range,
+            "sum": sum,
             "lg": (size - 1).bit_length(),
             "fl": size.bit_length() - 1,
             "odd": int(size & (size - 1) != 0),
@@ -75,7 +77,7 @@ class Algorithm:
             **values,
         }
         tree = ast.parse(self.formula(label), mode="eval")
-        return float(eval(compile(tree, self.name, "eval"), {"__builtins__": {}}, names))
+        return float(eval(compile(tree, self.name, "eval"), {"__builtins__": {}, **names}))
 
 
 _ALGORITHMS: dict[str, dict[str, Algorithm]] = {name: {} for name in COLLECTIVES}

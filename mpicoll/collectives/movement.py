@@ -337,7 +337,7 @@ class Movement(Base):
         self._link.exchange(
             schedule, tag, source.view(np.uint8), received.view(np.uint8), "two_phase_bruck"
         )
-        transit = transit_from(call.rank, call.size, received.tolist())
+        transit = transit_from(call.size, received.tolist())
         return Call(
             call.rank, call.size, call.counts, recv_counts=call.recv_counts, transit=transit
         )

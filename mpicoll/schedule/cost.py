@@ -25,7 +25,7 @@ class Cost:
 class Machine:
     """The parameters of the linear model, in seconds.
 
-    ``alpha`` per step, ``beta`` per byte on the wire, ``gamma`` per byte reduced.
+    ``alpha`` per message of the busier direction, ``beta`` per byte on the wire, ``gamma`` per byte reduced.
     """
 
     alpha: float
@@ -58,8 +58,8 @@ def cost(schedule: Schedule) -> Cost:
 def predicted_seconds(schedules: Sequence[Schedule], item_bytes: int, machine: Machine) -> float:
     """Return the time of the slowest rank when every rank's steps follow one another.
 
-    A step costs ``alpha`` and ``beta`` per byte of the busier direction; a reduction
-    costs ``gamma`` per byte. Waiting for slower peers and contention are not modelled.
+    A step costs ``alpha`` per message and ``beta`` per byte of the busier direction; a
+    reduction costs ``gamma`` per byte. Waiting for slower peers and contention are not modelled.
     """
     slowest = 0.0
     for schedule in schedules:
@@ -67,8 +67,8 @@ def predicted_seconds(schedules: Sequence[Schedule], item_bytes: int, machine: M
         for step in schedule.steps:
             sent = sum(send.span.count for send in step.sends)
             received = sum(recv.span.count for recv in step.recvs)
-            if step.communicates:
-                seconds += machine.alpha + machine.beta * item_bytes * max(sent, received)
+            seconds += machine.alpha * max(len(step.sends), len(step.recvs))
+            seconds += machine.beta * item_bytes * max(sent, received)
         seconds += machine.gamma * item_bytes * cost(schedule).reduced
         slowest = max(slowest, seconds)
     return slowest

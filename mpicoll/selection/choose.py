@@ -52,8 +52,9 @@ def choose(
 ) -> Choice:
     """Return what runs: the named algorithm, else that of the settings, else a default.
 
-    Bruck's all-to-all takes a radix behind its name: "bruck:4". A named algorithm that cannot serve the call raises AlgorithmError. One that comes
-    from the settings stands for the calls it can serve; others get the default.
+    Bruck's all-to-all takes a radix behind its name: "bruck:4". A named algorithm that
+    cannot serve the call raises AlgorithmError. One that comes from the settings stands
+    for the calls it can serve; others get the default.
     """
     if wanted.order not in (None, "rank"):
         raise AlgorithmError(f"order={wanted.order!r}; known: None, 'rank'")

@@ -797,6 +797,13 @@ FLIGHT = {
         ),
         IN_FLIGHT,
     ),
+    "receive into the longer of two sends": (
+        bcasting(
+            plan(TO_1, [Recv(1, work(0, 4)), Recv(1, work(4, 5)), Send(1, out(0, 1))]),
+            plan(FROM_0, [Send(0, out(0, 4)), Send(0, out(1, 2)), Recv(0, out(3, 4))]),
+        ),
+        IN_FLIGHT,
+    ),
     "local write of what is sent": (
         exchanging(
             [Copy(out(0, 4), inp(0, 4))],

@@ -68,7 +68,7 @@ def test_first_phase_brings_the_transit(size: int) -> None:
         expected = transit(Call(rank, size), lambda source, target: table[source][target])
         output = memory.buffers[OUTPUT]
         assert -1 not in output
-        assert transit_from(rank, size, output) == expected.transit
+        assert transit_from(size, output) == expected.transit
         assert len(output) == sum(map(len, expected.transit))
 
 
