@@ -55,7 +55,8 @@ _mpicoll_find_python() {
     _mpicoll_die "no Python of at least 3.10 with its venv module:${found%;}"
 }
 
-# Hashes of what the installed packages and what the installed copy of mpicoll come from.
+# Hashes of what the installed packages and what the installed copy of mpicoll come from. A
+# compiler or headers that have been installed since are a reason to build again.
 _mpicoll_hash_deps() {
     { cat "$_mpicoll_root/pyproject.toml"
       printf '%s\n' 1 "$MPICOLL_VENV" "$_mpicoll_extras"; } | sha256sum | cut -d' ' -f1
@@ -63,7 +64,9 @@ _mpicoll_hash_deps() {
 _mpicoll_hash_source() {
     (cd "$_mpicoll_root"
      find LICENSE README.md pyproject.toml meson.build mpicoll -type f ! -name '*.pyc' -print0 |
-         sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1)
+         sort -z | xargs -0 sha256sum
+     command -v "${CC:-cc}" gcc clang || true
+     ls /usr/include/python3*/Python.h 2>/dev/null || true) | sha256sum | cut -d' ' -f1
 }
 
 # The state is written last and taken away first: without it a set-up was interrupted.
@@ -139,6 +142,16 @@ _mpicoll_build() {
 }
 _mpicoll_wheel() { printf '%s\n' "$MPICOLL_VENV"/.mpicoll-build/*.whl; }
 
+# Says whether the loops on 16-bit floats are compiled and, from the build's log, why not.
+# (-I: not those of a checkout that is the working directory.)
+_mpicoll_say_kernels() {
+    local text lacking
+    text=$("$MPICOLL_VENV/bin/python" -I -c 'from mpicoll import kernels; print(kernels.describe())')
+    lacking=$(sed -n 's/.*WARNING: \(no [^:]*\): mpicoll installs.*/\1/p' \
+        "$MPICOLL_VENV/.mpicoll-build/meson/meson-logs/meson-log.txt" 2>/dev/null) || true
+    _mpicoll_say "kernels: ${text/not compiled/${lacking:-not compiled}${lacking:+ found}}"
+}
+
 _mpicoll_install_all() {
     local choice=$1 deps=$2 source=$3 system=$_mpicoll_system python mpi=${MPICOLL_MPI:-openmpi}
     # Packages of another MPI would stay in the way, so only the same choice is built upon.
@@ -150,7 +163,7 @@ _mpicoll_install_all() {
     rm -f "$MPICOLL_VENV/.mpicoll-state"
     _mpicoll_step 'installing the build tools' \
         _mpicoll_pip install --upgrade pip 'meson-python>=0.18' ninja
-    _mpicoll_step 'building mpicoll (pure Python: this version has no compiled part)' _mpicoll_build
+    _mpicoll_step 'building mpicoll' _mpicoll_build
     if [[ $system ]]; then
         _mpicoll_step "installing mpicoll[$_mpicoll_extras]" \
             _mpicoll_pip install "$(_mpicoll_wheel)[$_mpicoll_extras]"
@@ -173,6 +186,7 @@ _mpicoll_install_all() {
         fi
     fi
     _mpicoll_step 'installing mpicoll' _mpicoll_pip install --no-deps --force-reinstall "$(_mpicoll_wheel)"
+    _mpicoll_say_kernels
     _mpicoll_write_state "$deps" "$source" "$choice"
 }
 
@@ -180,6 +194,7 @@ _mpicoll_install_package() {
     _mpicoll_write_state "$_mpicoll_deps" '' "$_mpicoll_choice"
     _mpicoll_step 'the source has changed: building mpicoll' _mpicoll_build
     _mpicoll_step 'installing mpicoll' _mpicoll_pip install --no-deps --force-reinstall "$(_mpicoll_wheel)"
+    _mpicoll_say_kernels
     _mpicoll_write_state "$_mpicoll_deps" "$1" "$_mpicoll_choice"
 }
 
@@ -258,6 +273,12 @@ mpi_run() (
                 flags+=(--oversubscribe --bind-to none)
                 # A rank that waits lets another one run. Its collective component 'han' does not.
                 export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_coll=${OMPI_MCA_coll:-^han}
+            fi
+            ;;
+        mpich)
+            if ((crowded)); then
+                export MPIR_CVAR_ENABLE_HEAVY_YIELD=${MPIR_CVAR_ENABLE_HEAVY_YIELD:-1}
+                export MPIR_CVAR_POLLS_BEFORE_YIELD=${MPIR_CVAR_POLLS_BEFORE_YIELD:-10}
             fi
             ;;
         impi)

@@ -9,10 +9,10 @@ the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from operator import index
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -26,44 +26,60 @@ Finish: TypeAlias = Callable[[], None] | None
 _EMPTY: Bytes = np.empty(0, np.uint8)
 
 
-class Buffer:
-    """One side of a collective call: memory, item type, counts and displacements.
+class Piece(NamedTuple):
+    """``total`` items one after another, from byte ``start`` of a memory."""
 
-    ``counts`` are items per block and ``displs`` item displacements, one block in most
-    calls and one per rank in those with blocks; in the w-forms every block has an item
-    type of its own and ``displs`` are bytes.
+    start: int
+    total: int
+    item: Item
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the signature."""
+        return self.total * self.item.nbytes
+
+    def reach(self) -> tuple[int, int]:
+        """Return first and last + 1 byte of the data."""
+        start, total, item = self
+        if item.dense:
+            return start, start + total * item.nbytes
+        far = (total - 1) * item.extent
+        return start + item.true_lb + min(0, far), start + item.true_ub + max(0, far)
+
+
+class Buffer:
+    """One side of a collective call: memory, item type, and the blocks in it.
+
+    ``counts`` are items per block and ``block_bytes`` bytes of their signature, one block
+    in most calls and one per rank in those with blocks; ``item`` is the item type, in the
+    w-forms that of the first block. Blocks of equal length lie one after another and are
+    one piece of memory; else every block is a piece.
     """
 
-    __slots__ = ("_memory", "_starts", "address", "block_bytes", "counts", "items", "nbytes")
+    __slots__ = ("_memory", "_pieces", "address", "block_bytes", "counts", "item", "nbytes")
 
     def __init__(
         self,
         memory: Memory,
-        items: Sequence[Item],
-        counts: Sequence[int],
-        starts: Sequence[int],
+        item: Item,
+        counts: tuple[int, ...],
+        pieces: tuple[Piece, ...],
         fits: bool = False,
     ) -> None:
-        """Join the parts; ``starts`` are bytes from the address of ``memory``.
-
-        ``fits`` says that the counts were inferred from the length of the memory.
-        """
+        """Join the parts; ``fits`` says that ``pieces`` were inferred from ``memory``."""
         self._memory = memory
-        self._starts = starts
+        self._pieces = pieces
         self.address = memory.address
-        self.items = items
-        self.counts = tuple(counts)
-        self.block_bytes = tuple(
-            count * item.nbytes for count, item in zip(counts, items, strict=True)
-        )
-        self.nbytes = sum(self.block_bytes)
+        self.item = item
+        self.counts = counts
+        if len(pieces) == 1:
+            self.nbytes = pieces[0].nbytes
+            self.block_bytes = (self.nbytes // len(counts),) * len(counts)
+        else:
+            self.block_bytes = tuple([piece.nbytes for piece in pieces])
+            self.nbytes = sum(self.block_bytes)
         if memory.length is not None and not fits:
             self._inside(memory.length)
-
-    @property
-    def item(self) -> Item:
-        """The item type of the first block, that of all but in the w-forms."""
-        return self.items[0]
 
     @property
     def count(self) -> int:
@@ -76,82 +92,98 @@ class Buffer:
         if view is not None:
             return view
         packed = np.empty(self.nbytes, np.uint8)
-        for (low, high), count, start, item in self._blocks(packed.size):
-            self._memory.pack(start, count, item, packed[low:high])
+        low = 0
+        for piece in self._pieces:
+            high = low + piece.nbytes
+            self._memory.pack(piece, packed[low:high])
+            low = high
         return packed
 
     def target(self) -> tuple[Bytes, Finish]:
-        """Return dense bytes to receive into, and what moves them to their places."""
+        """Return dense bytes to receive into, and what moves them to their places.
+
+        They begin as what the buffer holds, so what no message fills stays as it was, such
+        as the tail of an in-place reduce-scatter.
+        """
         view = self._dense()
         if view is not None:
             return view, None
-        packed = np.empty(self.nbytes, np.uint8)
+        packed = self.source()
 
         def finish() -> None:
-            for (low, high), count, start, item in self._blocks(packed.size):
-                self._memory.unpack(start, count, item, packed[low:high])
+            low = 0
+            for piece in self._pieces:
+                high = low + piece.nbytes
+                self._memory.unpack(piece, packed[low:high])
+                low = high
 
         return packed, finish
 
+    def pieces(self, block: int | None = None) -> list[Piece]:
+        """Return the pieces that hold data, those of one block if one is named."""
+        if block is None:
+            found: Sequence[Piece] = self._pieces
+        elif len(self._pieces) == len(self.counts):
+            found = self._pieces[block : block + 1]
+        else:
+            start, _, item = self._pieces[0]
+            count = self.counts[block]
+            found = [Piece(start + block * count * item.extent, count, item)]
+        return [piece for piece in found if piece.nbytes]
+
     def extents(self, block: int | None = None) -> tuple[int, int]:
         """Return first and last + 1 address of the data, or of one block of it."""
-        if len(self.counts) == 1:
-            # The one block of most calls; the same as below, several times faster.
-            reach = (self.counts[0] - 1) * self.items[0].extent
-            if not self.nbytes:
-                return 0, 0
-            start = self.address + self._starts[0]
-            low = start + self.items[0].true_lb + min(0, reach)
-            return low, start + self.items[0].true_ub + max(0, reach)
-        ends = [
-            (
-                self.address + start + min(0, (count - 1) * item.extent) + item.true_lb,
-                self.address + start + max(0, (count - 1) * item.extent) + item.true_ub,
-            )
-            for number, (count, start, item) in enumerate(
-                zip(self.counts, self._starts, self.items, strict=True)
-            )
-            if count and item.nbytes and block in (None, number)
-        ]
-        if not ends:
+        if block is None and len(self._pieces) == 1 and self.nbytes:
+            low, high = self._pieces[0].reach()  # most calls; the rest would do, but slower
+            return self.address + low, self.address + high
+        reaches = [piece.reach() for piece in self.pieces(block)]
+        if not reaches:
             return 0, 0
-        return min(low for low, _ in ends), max(high for _, high in ends)
+        low, high = min(low for low, _ in reaches), max(high for _, high in reaches)
+        return self.address + low, self.address + high
+
+    def paint(self, canvas: Bytes, address: int) -> None:
+        """Set the bytes of ``canvas``, a picture of memory at ``address``, that are data."""
+        offset = MPI.Get_address(cast(Any, canvas)) - address
+        memory = Memory(self.address + offset, None, False, (canvas,))
+        for piece in self.pieces():
+            memory.unpack(piece, np.ones(piece.nbytes, np.uint8))
 
     def _dense(self) -> Bytes | None:
         """Return a view when the data lies densely in memory, block after block."""
         if self.nbytes == 0:
             return _EMPTY
-        if len(self.counts) == 1:
-            item = self.items[0]
-            return self._memory.view(self._starts[0], self.nbytes) if item.dense else None
-        start = None
-        for count, begin, item in zip(self.counts, self._starts, self.items, strict=True):
-            if count == 0:
+        if len(self._pieces) == 1:
+            start, _, item = self._pieces[0]
+            return self._memory.view(start, self.nbytes) if item.dense else None
+        first = end = None
+        for piece in self._pieces:
+            if piece.total == 0:
                 continue
-            if not item.dense or (start is not None and begin != start):
+            if not piece.item.dense or (end is not None and piece.start != end):
                 return None
-            if start is None:
-                first = begin
-            start = begin + count * item.nbytes
+            if first is None:
+                first = piece.start
+            end = piece.start + piece.nbytes
+        assert first is not None
         return self._memory.view(first, self.nbytes)
 
-    def _blocks(self, nbytes: int) -> list[tuple[tuple[int, int], int, int, Item]]:
-        ends = list(accumulate(self.block_bytes))
-        return [
-            ((end - size, end), count, start, item)
-            for size, end, count, start, item in zip(
-                self.block_bytes, ends, self.counts, self._starts, self.items, strict=True
-            )
-            if count
-        ]
-
     def _inside(self, length: int) -> None:
-        low, high = self.extents()
-        if (low < self.address + min(0, length) and high > low) or high > self.address + length:
-            raise ValueError(
-                f"message: buffer too small: it has {length} bytes, the counts want bytes "
-                f"{low - self.address} to {high - self.address}"
+        """Refuse counts that reach beyond the memory, which mpi4py does not see."""
+        for piece in self._pieces:
+            if not piece.nbytes:
+                continue
+            low, high = piece.reach()
+            # ``[matrix[0, 3:], 1, column]`` is how many say column 3: what has gaps may go
+            # on in the array that the memory is a part of.
+            inside = (low >= 0 and high <= length) or (
+                not piece.item.dense and self._memory.belongs(low, high)
             )
+            if not inside:
+                raise ValueError(
+                    f"message: buffer too small: it has {length} bytes, the counts want bytes "
+                    f"{low} to {high}"
+                )
 
 
 class Memory:
@@ -169,60 +201,78 @@ class Memory:
         """Return bytes ``start`` to ``start + nbytes`` as an array."""
         owner = self.owner
         if type(owner) is np.ndarray:
-            flat = (owner if owner.flags.c_contiguous else owner.T).reshape(-1).view(np.uint8)
-            return flat[start : start + nbytes]
+            if owner.ndim != 1:
+                owner = (owner if owner.flags.c_contiguous else owner.T).reshape(-1)
+            flat = owner.view(np.uint8)
+            return flat if nbytes == self.length else flat[start : start + nbytes]
         memory = MPI.memory.fromaddress(self.address + start, nbytes, self.readonly)
         return np.frombuffer(cast(Any, memory), np.uint8)
 
-    def pack(self, start: int, count: int, item: Item, packed: Bytes) -> None:
-        """Copy ``count`` items at byte ``start`` to dense bytes."""
-        if item.dense:
-            packed[:] = self.view(start, packed.size)
+    def belongs(self, low: int, high: int) -> bool:
+        """Whether bytes ``low`` to ``high`` are in the array that this is a part of."""
+        whole: Any = self.owner
+        while isinstance(getattr(whole, "base", None), np.ndarray):
+            whole = whole.base
+        if not isinstance(whole, np.ndarray) or not whole.flags.forc:
+            return False
+        first = MPI.Get_address(cast(Any, whole)) - self.address
+        return first <= low and high <= first + whole.nbytes
+
+    def pack(self, piece: Piece, packed: Bytes) -> None:
+        """Copy the items of ``piece`` to dense bytes."""
+        if piece.item.dense:
+            packed[:] = self.view(piece.start, packed.size)
             return
-        for low, part in _parts(count, item):
-            memory, datatype = self._reach(start + low * item.extent, part, item, True)
-            try:
-                at = packed[low * item.nbytes : (low + part) * item.nbytes]
-                datatype.Pack(memory, at, 0, MPI.COMM_SELF)
-            finally:
-                datatype.Free()
+        for memory, datatype, at in self._parts(piece, packed, readonly=True):
+            datatype.Pack(memory, at, 0, MPI.COMM_SELF)
 
-    def unpack(self, start: int, count: int, item: Item, packed: Bytes) -> None:
-        """Copy dense bytes to ``count`` items at byte ``start``, and touch nothing else."""
-        if item.dense:
-            self.view(start, packed.size)[:] = packed
+    def unpack(self, piece: Piece, packed: Bytes) -> None:
+        """Copy dense bytes to the items of ``piece``, and touch nothing else."""
+        if piece.item.dense:
+            self.view(piece.start, packed.size)[:] = packed
             return
-        for low, part in _parts(count, item):
-            memory, datatype = self._reach(start + low * item.extent, part, item, False)
-            try:
-                at = packed[low * item.nbytes : (low + part) * item.nbytes]
-                datatype.Unpack(at, 0, memory, MPI.COMM_SELF)
-            finally:
-                datatype.Free()
+        for memory, datatype, at in self._parts(piece, packed, readonly=False):
+            datatype.Unpack(at, 0, memory, MPI.COMM_SELF)
 
-    def _reach(
-        self, start: int, count: int, item: Item, readonly: bool
-    ) -> tuple[MPI.memory, MPI.Datatype]:
-        """Return memory and a datatype that together are ``count`` items at ``start``.
-
-        mpi4py counts what fits into the memory it is given, and takes no address 0, as
-        MPI.BOTTOM has; so the items become one, moved to begin where its data does.
-        """
+    def _parts(
+        self, piece: Piece, packed: Bytes, readonly: bool
+    ) -> Iterator[tuple[MPI.memory, MPI.Datatype, Bytes]]:
+        """Cut a piece so that no MPI call sees more than 32 bits."""
+        start, total, item = piece
+        if not piece.nbytes:
+            return
         assert item.datatype is not None
-        row = item.datatype.Create_contiguous(count)
-        low, nbytes = row.Get_true_extent()
-        moved = row.Create_hindexed([1], [-low])
-        whole = moved.Create_resized(0, nbytes)
-        row.Free()
-        moved.Free()
-        whole.Commit()
-        return MPI.memory.fromaddress(self.address + start + low, nbytes, readonly), whole
+        limit = max(1, MESSAGE_LIMIT // max(item.nbytes, abs(item.extent)))
+        for low in range(0, total, limit):
+            part = min(limit, total - low)
+            at = packed[low * item.nbytes : (low + part) * item.nbytes]
+            address = self.address + start + low * item.extent
+            if item.extent > 0 and address > 0:
+                # mpi4py counts the items that fit into the memory it is given.
+                extent = part * item.extent
+                yield MPI.memory.fromaddress(address, extent, readonly), item.datatype, at
+                continue
+            whole, first, nbytes = _as_one(item.datatype, part)
+            try:
+                yield MPI.memory.fromaddress(address + first, nbytes, readonly), whole, at
+            finally:
+                whole.Free()
 
 
-def _parts(count: int, item: Item) -> list[tuple[int, int]]:
-    """Cut items into (first, count) so that no MPI call sees more than 32 bits."""
-    limit = max(1, MESSAGE_LIMIT // max(1, item.nbytes, abs(item.extent)))
-    return [(low, min(limit, count - low)) for low in range(0, count, limit)]
+def _as_one(datatype: MPI.Datatype, count: int) -> tuple[MPI.Datatype, int, int]:
+    """Return a datatype that is ``count`` items, moved to begin where their data does.
+
+    With it go the byte where the data begins and its extent. For items that do not grow
+    upwards, and for the address 0 of MPI.BOTTOM, which mpi4py does not take as memory.
+    """
+    row = datatype.Create_contiguous(count)
+    low, nbytes = row.Get_true_extent()
+    moved = row.Create_hindexed([1], [-low])
+    whole = moved.Create_resized(0, nbytes)
+    row.Free()
+    moved.Free()
+    whole.Commit()
+    return whole, low, nbytes
 
 
 # -- parsing ------------------------------------------------------------------------------
@@ -282,9 +332,7 @@ def _simple(spec: Any, blocks: int, readonly: bool) -> Buffer:
         fast = of_array(spec)
         if fast is not None and spec.flags.forc and (readonly or spec.flags.writeable):
             count = _inferred(spec.nbytes, fast, blocks)
-            memory = Memory(
-                spec.__array_interface__["data"][0], spec.nbytes, not spec.flags.writeable, spec
-            )
+            memory = Memory(MPI.Get_address(spec), spec.nbytes, not spec.flags.writeable, spec)
             return _blocked(memory, fast, count, 0, blocks, fits=True)
     data, count, displ, datatype = _unpacked(spec, (tuple, list))
     memory, item = _basic(data, datatype, readonly)
@@ -293,6 +341,8 @@ def _simple(spec: Any, blocks: int, readonly: bool) -> Buffer:
         displ = index(displ)
         if displ < 0:
             raise ValueError(f"message: negative displacement {displ}")
+        if displ > 0 and item.extent <= 0:
+            raise ValueError(f"message: cannot handle displacement, datatype extent {item.extent}")
         start = displ * item.extent
         if memory.length is not None and start > memory.length:
             raise ValueError(
@@ -313,16 +363,8 @@ def _simple(spec: Any, blocks: int, readonly: bool) -> Buffer:
 def _blocked(
     memory: Memory, item: Item, count: int, start: int, blocks: int, fits: bool = False
 ) -> Buffer:
-    if blocks == 1:
-        return Buffer(memory, (item,), (count,), (start,), fits)
-    step = count * item.extent
-    return Buffer(
-        memory,
-        (item,) * blocks,
-        (count,) * blocks,
-        [start + block * step for block in range(blocks)],
-        fits,
-    )
+    piece = Piece(start, count * blocks, item)
+    return Buffer(memory, item, (count,) * blocks, (piece,), fits)
 
 
 def _vector(spec: Any, blocks: int, readonly: bool) -> Buffer:
@@ -332,16 +374,20 @@ def _vector(spec: Any, blocks: int, readonly: bool) -> Buffer:
         total = _inferred(memory.length or 0, item, 1)
         counts = [total // blocks + (block < total % blocks) for block in range(blocks)]
     else:
-        counts = _integers("counts", counts, blocks, repeated=True)
+        counts = _integers("counts", counts, blocks, step=False)
     if min(counts) < 0:
         raise CallError(MPI.ERR_COUNT, f"negative count {min(counts)} in {list(counts)}")
     if displs is None:
         displs = [0, *accumulate(counts)][:blocks]
-    elif _is_integer(displs):
-        displs = [block * index(displs) for block in range(blocks)]
     else:
-        displs = _integers("displacements", displs, blocks)
-    return Buffer(memory, (item,) * blocks, counts, [displ * item.extent for displ in displs])
+        displs = _integers("displacements", displs, blocks, step=True)
+    pieces = tuple(
+        [
+            Piece(displ * item.extent, count, item)
+            for count, displ in zip(counts, displs, strict=True)
+        ]
+    )
+    return Buffer(memory, item, tuple(counts), pieces)
 
 
 def _wide(spec: Any, blocks: int, readonly: bool) -> Buffer:
@@ -361,8 +407,13 @@ def _wide(spec: Any, blocks: int, readonly: bool) -> Buffer:
     counts = _integers("counts", counts, blocks)
     if min(counts) < 0:
         raise CallError(MPI.ERR_COUNT, f"negative count {min(counts)} in {list(counts)}")
-    items = [describe(_datatype(one)) for one in types]
-    return Buffer(memory, items, counts, _integers("displacements", displs, blocks))
+    displs = _integers("displacements", displs, blocks)
+    for one in types:
+        if not isinstance(one, MPI.Datatype):
+            raise TypeError(f"message: expecting datatypes, got {type(one).__name__}")
+    items = [describe(one) for one in types]
+    pieces = tuple([Piece(*one) for one in zip(displs, counts, items, strict=True)])
+    return Buffer(memory, items[0], tuple(counts), pieces)
 
 
 def _unpacked(spec: Any, nested: type | tuple[type, ...]) -> tuple[Any, Any, Any, Any]:
@@ -388,7 +439,7 @@ def _unpacked(spec: Any, nested: type | tuple[type, ...]) -> tuple[Any, Any, Any
 def _basic(data: Any, datatype: Any, readonly: bool) -> tuple[Memory, Item]:
     if _is_bottom(data):
         if datatype is None:
-            raise TypeError("message: MPI.BOTTOM and None want a datatype")
+            raise KeyError("cannot map None to MPI datatype")  # as mpi4py has it
         return (_NOTHING if data is None else _BOTTOM), describe(_datatype(datatype))
     memory = _memory(data, readonly)
     if datatype is not None:
@@ -423,7 +474,8 @@ def _memory(data: Any, readonly: bool) -> Memory:
     if not readonly and not data.flags.writeable:
         raise BufferError("message: buffer is not writable")
     base = data if type(data) is np.ndarray else data.view(np.ndarray)
-    return Memory(base.__array_interface__["data"][0], base.nbytes, not base.flags.writeable, base)
+    address = MPI.Get_address(base)
+    return Memory(address, base.nbytes, not base.flags.writeable, base)
 
 
 def _as_array(data: Any) -> Any:
@@ -442,8 +494,7 @@ def _as_array(data: Any) -> Any:
         if array.flags.writeable or array.nbytes == 0:
             return array
         # Older protocols can not say that memory is writable and NumPy then assumes not.
-        address = array.__array_interface__["data"][0]
-        memory = MPI.memory.fromaddress(address, array.nbytes)
+        memory = MPI.memory.fromaddress(MPI.Get_address(cast(Any, array)), array.nbytes)
         return np.ndarray(array.shape, array.dtype, cast(Any, memory), strides=array.strides)
     raise TypeError("message: expecting buffer or list/tuple")
 
@@ -469,13 +520,19 @@ def _inferred(length: int, item: Item, blocks: int) -> int:
     return count
 
 
-def _is_integer(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, np.ndarray)
+def _integers(what: str, values: Any, blocks: int, step: bool | None = None) -> list[int]:
+    """Return one integer per block.
 
-
-def _integers(what: str, values: Any, blocks: int, repeated: bool = False) -> list[int]:
-    if repeated and _is_integer(values):
-        return [index(values)] * blocks
+    Where mpi4py takes a single one, ``step`` says what it means: the same for all blocks
+    (False), or the distance from one to the next (True).
+    """
+    if step is not None:
+        try:
+            single = index(values)
+        except TypeError:
+            pass  # a sequence
+        else:
+            return [single * block if step else single for block in range(blocks)]
     numbers = [index(value) for value in values]
     if len(numbers) != blocks:
         raise ValueError(f"message: expecting {blocks} {what}, got {len(numbers)}")
@@ -486,7 +543,8 @@ def check_aliasing(send: Buffer, recv: Buffer, block: int | None = None) -> bool
     """Return whether send and receive side are the same memory, so that it is in place.
 
     With ``block`` set, that block of ``recv`` is what ``send`` is compared to. Any other
-    overlap raises CallError (MPI.ERR_BUFFER), naming both ranges.
+    overlap raises CallError (MPI.ERR_BUFFER), naming both ranges. Data that interleaves,
+    such as two columns of one matrix, does not overlap.
     """
     low, high = send.extents()
     first, last = recv.extents()
@@ -494,8 +552,30 @@ def check_aliasing(send: Buffer, recv: Buffer, block: int | None = None) -> bool
         return False
     if (low, high) == recv.extents(block):
         return True
+    if not _touch(send, recv, min(low, first), max(high, last)):
+        return False
     raise CallError(
         MPI.ERR_BUFFER,
         f"send buffer (addresses {low:#x} to {high:#x}) and receive buffer ({first:#x} to "
         f"{last:#x}) overlap; use MPI.IN_PLACE or memory of its own",
     )
+
+
+def _touch(one: Buffer, other: Buffer, low: int, high: int) -> bool:
+    """Return whether two buffers share a byte; all their data is from ``low`` to ``high``."""
+    pieces = [(buffer, piece) for buffer in (one, other) for piece in buffer.pieces()]
+    if all(piece.item.dense for _, piece in pieces):
+        ranges = sorted(
+            (buffer.address + piece.reach()[0], buffer.address + piece.reach()[1], buffer is one)
+            for buffer, piece in pieces
+        )
+        ends = {True: low, False: low}
+        for first, last, side in ranges:
+            if first < ends[not side]:
+                return True
+            ends[side] = max(ends[side], last)
+        return False
+    canvases = [np.zeros(high - low, np.uint8) for _ in range(2)]
+    for buffer, canvas in zip((one, other), canvases, strict=True):
+        buffer.paint(canvas, low)
+    return bool(np.any(canvases[0] & canvases[1]))

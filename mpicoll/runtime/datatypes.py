@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import ml_dtypes
@@ -74,6 +73,7 @@ def _numpy_counterparts() -> dict[int, DType]:
 
 
 _COUNTERPARTS = _numpy_counterparts()
+_NOTHING = np.empty(0, np.uint8)
 _PREDEFINED: dict[int, Item] = {}
 
 
@@ -85,6 +85,10 @@ def describe(datatype: MPI.Datatype) -> Item:
         return known
     nbytes = datatype.Get_size()
     _, extent = datatype.Get_extent()
+    if not datatype.is_predefined and extent:
+        # A pack of nothing raises ERR_TYPE for a datatype that was not committed, before
+        # anything is sent. Open MPI crashes in Pack_size, mpi4py where the extent is 0.
+        datatype.Pack(_NOTHING, _NOTHING, 0, MPI.COMM_SELF)
     true_lb, true_extent = datatype.Get_true_extent()
     item = Item(
         datatype,
@@ -115,19 +119,31 @@ def _in_order(datatype: MPI.Datatype) -> bool:
     return in_order
 
 
-@lru_cache(maxsize=256)
+#: Item types by type number, which tells int64 from longlong as mpi4py does; as dtypes
+#: the two are equal. The types of ml_dtypes have numbers of their own.
+_OF_NUMBER: dict[int, Item | None] = {}
+
+
 def _of_dtype(dtype: DType) -> Item | None:
     """Return the item type of a NumPy dtype, None where mpi4py has the say."""
-    if dtype.type.__module__ == ml_dtypes.__name__ and dtype.isnative:
-        size = dtype.itemsize
+    if not dtype.isnative:
+        return None
+    number = dtype.num
+    if number not in _OF_NUMBER:
+        _OF_NUMBER[number] = _find(dtype)
+    return _OF_NUMBER[number]
+
+
+def _find(dtype: DType) -> Item | None:
+    size = dtype.itemsize
+    if dtype.type.__module__ == ml_dtypes.__name__:
         return Item(None, dtype, size, size, 0, size, True)
-    if dtype.isnative and dtype.char in "?bhilqBHILQefdgFDG":
-        datatype = MPI._typedict.get(dtype.char, MPI.DATATYPE_NULL)
-        if datatype != MPI.DATATYPE_NULL:
-            return describe(datatype)._replace(dtype=dtype)
-        if dtype.char == "e":
-            return Item(None, dtype, 2, 2, 0, 2, True)
-    return None
+    if dtype.char not in "?bhilqBHILQefdgFDG":
+        return None
+    datatype = MPI._typedict.get(dtype.char, MPI.DATATYPE_NULL)
+    if datatype != MPI.DATATYPE_NULL:
+        return describe(datatype)._replace(dtype=dtype)
+    return Item(None, dtype, size, size, 0, size, True) if dtype.char == "e" else None
 
 
 def of_array(array: np.ndarray[Any, Any]) -> Item | None:

@@ -1,4 +1,4 @@
-"""Reduction operators bound to an item type: NumPy loops, or the MPI's own.
+"""Reduction operators bound to an item type: our loops, NumPy's, or the MPI's own.
 
 Which operator a type allows is asked of the MPI itself, by reducing one item, so that
 nothing is refused that the MPI's own collectives take.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.runtime.buffers import Memory
+from mpicoll import kernels
+from mpicoll.runtime.buffers import Memory, Piece
 from mpicoll.runtime.datatypes import DType, Item, describe
 from mpicoll.runtime.executor import Bytes
 from mpicoll.runtime.faults import CallError
@@ -37,9 +38,9 @@ _UFUNCS = {
     "PROD": (MPI.PROD, np.multiply, "iufcV"),
     "MAX": (MPI.MAX, np.maximum, "iufV"),
     "MIN": (MPI.MIN, np.minimum, "iufV"),
-    "LAND": (MPI.LAND, np.logical_and, "biu"),
-    "LOR": (MPI.LOR, np.logical_or, "biu"),
-    "LXOR": (MPI.LXOR, np.logical_xor, "biu"),
+    "LAND": (MPI.LAND, np.logical_and, "biuf"),
+    "LOR": (MPI.LOR, np.logical_or, "biuf"),
+    "LXOR": (MPI.LXOR, np.logical_xor, "biuf"),
     "BAND": (MPI.BAND, np.bitwise_and, "iu"),
     "BOR": (MPI.BOR, np.bitwise_or, "iu"),
     "BXOR": (MPI.BXOR, np.bitwise_xor, "iu"),
@@ -64,9 +65,66 @@ class Reducer(Protocol):
         """Fold ``operands`` from the left into ``target``, which may be one of two."""
 
 
+class _Local:
+    """`Op.Reduce_local` on dense items: the MPI's own loop, three times as fast to call.
+
+    It computes inout = in op inout, so the left operand is the in and the right one the
+    inout. The order is kept even for sums: a NaN takes its bits from the first operand, and
+    all ranks must get the same. ``swaps`` says that operands commute bit for bit.
+    """
+
+    def __init__(self, op: MPI.Op, datatype: MPI.Datatype, item_bytes: int, swaps: bool) -> None:
+        self._reduce_local = op.Reduce_local
+        self._datatype = datatype
+        self._item_bytes = item_bytes
+        self._swaps = swaps
+
+    def pair(self, target: Bytes, left: Bytes, right: Bytes) -> None:
+        """Set ``target``, which may be one of the two, to ``left op right``."""
+        address = MPI.Get_address
+        at = address(cast(Any, target))
+        if at != address(cast(Any, right)):
+            if at != address(cast(Any, left)):
+                target[:] = right
+            elif self._swaps:
+                left = right
+            else:
+                result = right.copy()
+                self._into(left, result)
+                target[:] = result
+                return
+        self._into(left, target)
+
+    def fold(self, target: Bytes, operands: Sequence[Bytes]) -> None:
+        """Fold two or more operands from the left."""
+        if len(operands) == 2:
+            self.pair(target, operands[0], operands[1])
+            return
+        # Each operand is copied to where it becomes the running value; the last is target.
+        turns = (target, np.empty_like(target))
+        running = operands[0]
+        for left, operand in zip(range(len(operands) - 2, -1, -1), operands[1:], strict=True):
+            turns[left % 2][:] = operand
+            self._into(running, turns[left % 2])
+            running = turns[left % 2]
+
+    def _into(self, left: Bytes, inout: Bytes) -> None:
+        size, datatype = self._item_bytes, self._datatype
+        count = inout.size // size
+        if count <= COUNT_LIMIT:
+            self._reduce_local([left, count, datatype], [inout, count, datatype])
+            return
+        for low in range(0, inout.size, COUNT_LIMIT * size):  # Open MPI's counts are 32-bit
+            piece = slice(low, low + COUNT_LIMIT * size)
+            self._into(left[piece], inout[piece])
+
+
 class _NumpyReducer:
-    """Loops of NumPy. Warnings are off: MPI has none, and one turned into an error on
-    one rank would leave the others waiting."""
+    """Loops of NumPy, and those of the MPI where a call costs more than its work.
+
+    Both give the same bits. Warnings are off: MPI has none, and one turned into an error on
+    one rank would leave the others waiting.
+    """
 
     def __init__(self, ufunc: np.ufunc, dtype: DType, wide: bool, average: bool) -> None:
         self.commutative = True
@@ -75,13 +133,34 @@ class _NumpyReducer:
         self.finish: Callable[[Bytes, int], None] | None = self._divide if average else None
         self._ufunc = ufunc
         self._dtype = dtype
+        self._local: _Local | None = None
+        self._local_bytes = -1
+
+    def prefer(self, op: MPI.Op, datatype: MPI.Datatype) -> None:
+        """Let the MPI reduce two small operands, where it surely does what NumPy does.
+
+        Not so for complex products (rounding), maxima of floats (NaN), logic on floats, which
+        Intel MPI alone takes and gets wrong, booleans that are neither 0 nor 1, and 16-bit
+        floats (rounding).
+        """
+        kind = self._dtype.kind
+        if self.wide or kind == "b" or (kind == "f" and self._ufunc not in (np.add, np.multiply)):
+            return
+        if kind == "c" and self._ufunc is np.multiply:
+            return
+        self._local = _Local(op, datatype, self.item_bytes, swaps=kind in "iu")
+        self._local_bytes = 2048 if kind in "iu" else 8192
 
     def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
+        if 0 < target.size <= self._local_bytes and len(operands) == 2:
+            assert self._local is not None
+            self._local.pair(target, operands[0], operands[1])
+            return
         dtype, ufunc = self._dtype, self._ufunc
         out = target.view(dtype)
         views = [operand.view(dtype) for operand in operands]
         with np.errstate(all="ignore"):
-            if self.wide and len(views) > 2:
+            if self.wide:
                 self._fold_wide(out, views)
                 return
             ufunc(views[0], views[1], out=out)
@@ -94,19 +173,49 @@ class _NumpyReducer:
             total = views[0][piece].astype(np.float32)
             for view in views[1:]:
                 self._ufunc(total, view[piece].astype(np.float32), out=total)
-            out[piece] = total.astype(self._dtype)
+            out[piece] = total
 
     def _divide(self, result: Bytes, size: int) -> None:
-        values = result.view(self._dtype)
-        if self._dtype.kind in "iu":
-            # Truncation towards zero, as torch has it; floor division rounds down.
-            negative = (values < 0) & (values % size != 0)
-            np.floor_divide(values, size, out=values)
-            values += negative
-        elif self.wide:
-            values[:] = (values.astype(np.float32) / np.float32(size)).astype(self._dtype)
-        else:
-            np.divide(values, size, out=values)
+        dtype = self._dtype
+        with np.errstate(all="ignore"):
+            if dtype.kind in "fc":
+                # The parts of a complex number one by one: its division rounds twice.
+                parts = result.view(dtype.char.lower())
+                np.divide(parts, parts.dtype.type(size), out=parts)
+            elif self.wide:
+                values = result.view(dtype)
+                values[:] = values.astype(np.float32) / np.float32(size)
+            else:
+                self._divide_integers(result.view(dtype), size)
+
+    def _divide_integers(self, values: Any, size: int) -> None:
+        """Truncate towards zero, as torch has it; floor division rounds down."""
+        # A number of ranks need not fit into the type; nor are the types of ml_dtypes divided.
+        fits = self._dtype.kind in "iu" and size <= np.iinfo(self._dtype).max
+        wide = values if fits else values.astype(np.int64)
+        divisor = wide.dtype.type(size)
+        wide -= np.fmod(wide, divisor)
+        wide //= divisor
+        if not fits:
+            values[:] = wide
+
+
+class _HalfReducer:
+    """Loops of `mpicoll.kernels`, for float16 and bfloat16."""
+
+    def __init__(self, name: str, half: kernels.Half, average: bool) -> None:
+        self.commutative = True
+        self.item_bytes = 2
+        self.wide = name in ("SUM", "PROD")
+        self.finish: Callable[[Bytes, int], None] | None = self._divide if average else None
+        self._name = name
+        self._half = half
+
+    def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
+        self._half.reduce(self._name, target, operands)
+
+    def _divide(self, result: Bytes, size: int) -> None:
+        self._half.scale(result, result, size, divide=True)
 
 
 class _NativeReducer:
@@ -116,41 +225,60 @@ class _NativeReducer:
     """
 
     def __init__(self, op: MPI.Op, item: Item) -> None:
+        assert item.datatype is not None
         self.commutative = op.Is_commutative()
         self.item_bytes = item.nbytes
         self.wide = False
         self.finish: Callable[[Bytes, int], None] | None = None
         self._op = op
         self._item = item
+        self._local = _Local(op, item.datatype, item.nbytes, swaps=False)
 
     def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
-        count = target.size // self.item_bytes if self.item_bytes else 0
-        if count == 0:
+        if not target.size:
             return
-        # inout = in op inout, so the running value is the input and each next operand a
-        # copy that becomes the running value. Copies also align what the MPI reads.
-        running = self._laid_out(operands[0], count)
+        if self._item.dense:
+            self._local.fold(target, operands)
+            return
+        reach = max(abs(self._item.extent), self.item_bytes)
+        step = max(1, LAID_OUT_BYTES // reach) * self.item_bytes
+        for low in range(0, target.size, step):
+            self._fold(target[low : low + step], [one[low : low + step] for one in operands])
+
+    def _fold(self, target: Bytes, operands: Sequence[Bytes]) -> None:
+        """Fold in scratch, where the items lie as the datatype has them."""
+        count = target.size // self.item_bytes
+        running, inout = self._scratch(count), self._scratch(count)
+        piece = Piece(0, count, self._item)
+        running.unpack(piece, operands[0])
         for operand in operands[1:]:
-            inout = self._laid_out(operand, count)
+            inout.unpack(piece, operand)
             self._op.Reduce_local(self._spec(running, count), self._spec(inout, count))
-            running = inout
-        running.pack(0, count, self._item, target)
+            running, inout = inout, running
+        running.pack(piece, target)
 
     def _spec(self, memory: Memory, count: int) -> list[Any]:
         return [MPI.memory.fromaddress(memory.address, 1), count, self._item.datatype]
 
-    def _laid_out(self, packed: Bytes, count: int) -> Memory:
-        """Return scratch with ``count`` items laid out as the datatype has them."""
-        item = self._item
-        reach = (count - 1) * item.extent
-        low = item.true_lb + min(0, reach)
-        scratch = np.empty(item.true_ub + max(0, reach) - low + 2 * _ALIGNMENT, np.uint8)
-        # The address of an item is aligned; its data may begin before or behind it.
-        begin = scratch.__array_interface__["data"][0] + _ALIGNMENT - low
-        memory = Memory(begin - begin % _ALIGNMENT, None, False, (scratch,))
-        memory.unpack(0, count, item, packed)
-        return memory
+    def _scratch(self, count: int) -> Memory:
+        """Return memory for ``count`` items, aligned.
 
+        A user operator may touch all of ``count`` extents, mpi4py shows it that much, so
+        gaps are there, and zero; data may begin before an item or end behind it.
+        """
+        low, high = Piece(0, count, self._item).reach()
+        low, high = min(0, low), max(high, count * self._item.extent)
+        scratch = np.zeros(high - low + _ALIGNMENT, np.uint8)
+        begin = MPI.Get_address(cast(Any, scratch)) - low
+        begin += -begin % _ALIGNMENT
+        return Memory(begin, None, False, (scratch,))
+
+
+#: Items of one call into MPI. Divides what executors cut, and is below 32 bits.
+COUNT_LIMIT = 1 << 30
+
+#: Scratch for items with gaps; longer vectors are reduced in pieces of it.
+LAID_OUT_BYTES = 1 << 22
 
 _ALIGNMENT = 64
 
@@ -187,7 +315,13 @@ def _bound(op_handle: int, type_handle: int | None, dtype: DType | None, average
         _ask(op, item)
         if ufunc is None or dtype is None or dtype.kind not in kinds:
             return _NativeReducer(op, item)
-    return _NumpyReducer(ufunc, dtype, name in ("SUM", "PROD") and _narrow(dtype), average)
+    half = kernels.half(dtype) if name in kernels.OPERATORS else None
+    if half is not None:
+        return _HalfReducer(name, half, average)
+    made = _NumpyReducer(ufunc, dtype, name in ("SUM", "PROD") and _narrow(dtype), average)
+    if type_handle is not None:
+        made.prefer(op, MPI.Datatype.fromhandle(type_handle))
+    return made
 
 
 def _narrow(dtype: DType) -> bool:
@@ -208,7 +342,7 @@ def _ask(op: MPI.Op, item: Item) -> None:
     low, high = min(0, item.true_lb), max(item.true_ub, item.extent, 1)
     scratch = [np.zeros(high - low + _ALIGNMENT, np.uint8) for _ in range(2)]
     one, other = (
-        [MPI.memory.fromaddress(array.__array_interface__["data"][0] - low, 1), 1, item.datatype]
+        [MPI.memory.fromaddress(MPI.Get_address(cast(Any, array)) - low, 1), 1, item.datatype]
         for array in scratch
     )
     try:
