@@ -33,9 +33,11 @@ AVG = AverageOp()
 #: Items per piece of a wide fold, whose accumulator then stays in cache.
 WIDE_PIECE = 1 << 14
 
+# Complex products are the MPI's: NumPy fuses multiply and add or not by how operands are
+# aligned, so two ranks could get different bits.
 _UFUNCS = {
     "SUM": (MPI.SUM, np.add, "iufcV"),
-    "PROD": (MPI.PROD, np.multiply, "iufcV"),
+    "PROD": (MPI.PROD, np.multiply, "iufV"),
     "MAX": (MPI.MAX, np.maximum, "iufV"),
     "MIN": (MPI.MIN, np.minimum, "iufV"),
     "LAND": (MPI.LAND, np.logical_and, "biuf"),
@@ -139,14 +141,11 @@ class _NumpyReducer:
     def prefer(self, op: MPI.Op, datatype: MPI.Datatype) -> None:
         """Let the MPI reduce two small operands, where it surely does what NumPy does.
 
-        Not so for complex products (rounding), maxima of floats (NaN), logic on floats, which
-        Intel MPI alone takes and gets wrong, booleans that are neither 0 nor 1, and 16-bit
-        floats (rounding).
+        Not so for maxima of floats (NaN), logic on floats, which Intel MPI alone takes and
+        gets wrong, booleans that are neither 0 nor 1, and 16-bit floats (rounding).
         """
         kind = self._dtype.kind
         if self.wide or kind == "b" or (kind == "f" and self._ufunc not in (np.add, np.multiply)):
-            return
-        if kind == "c" and self._ufunc is np.multiply:
             return
         self._local = _Local(op, datatype, self.item_bytes, swaps=kind in "iu")
         self._local_bytes = 2048 if kind in "iu" else 8192
