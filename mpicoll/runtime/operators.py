@@ -142,13 +142,39 @@ class _NumpyReducer:
         """Let the MPI reduce two small operands, where it surely does what NumPy does.
 
         Not so for maxima of floats (NaN), logic on floats, which Intel MPI alone takes and
-        gets wrong, booleans that are neither 0 nor 1, and 16-bit floats (rounding).
+        gets wrong, booleans that are neither 0 nor 1, 16-bit floats (rounding), and short
+        integers, whose sums Open MPI saturates where its vector loop runs.
         """
         kind = self._dtype.kind
-        if self.wide or kind == "b" or (kind == "f" and self._ufunc not in (np.add, np.multiply)):
+        if self._dtype.itemsize < 4 or kind == "b" or (kind == "f" and self._ufunc not in (np.add, np.multiply)):
             return
-        self._local = _Local(op, datatype, self.item_bytes, swaps=kind in "iu")
-        self._local_bytes = 2048 if kind in "iu" else 8192
+        local = _Local(op, datatype, self.item_bytes, swaps=kind in "iu")
+        if self._agrees(local):
+            self._local = local
+            self._local_bytes = 2048 if kind in "iu" else 8192
+
+    def _agrees(self, local: _Local) -> bool:
+        """Whether the MPI does with some telling pairs what NumPy does.
+
+        Open MPI, for one, takes the signed MPI_OFFSET for unsigned. One element may go
+        either way on two ranks, by the length of its piece, so they have to be the same.
+        """
+        values: list[float]
+        if self._dtype.kind in "iu":
+            limits = np.iinfo(self._dtype)
+            values = [limits.min, limits.max, limits.max - 1, 0, 1, 2, 3, 100]
+        else:
+            tiny = float(np.finfo(self._dtype).tiny)
+            values = [0.0, -0.0, 1.5, -2.25, 0.1, tiny, tiny / 4, np.inf, -np.inf]
+        few = np.array(values, self._dtype)
+        left = np.repeat(few, few.size).view(np.uint8)
+        right = np.tile(few, few.size).view(np.uint8)
+        ours, theirs = np.zeros_like(left), np.zeros_like(left)
+        self.reduce(ours, [left, right])
+        local.pair(theirs, left, right)
+        both = np.array([ours.view(self._dtype), theirs.view(self._dtype)])
+        same = (both[0] == both[1]) | (np.isnan(both[0]) & np.isnan(both[1]))
+        return bool(same.all())
 
     def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
         if 0 < target.size <= self._local_bytes and len(operands) == 2:
