@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from mpicoll.comm import Comm
 from mpicoll.runtime.operators import AVG, AverageOp
+from mpicoll.schedule.partition import split
 from mpicoll.selection.choose import OrderWish
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -165,12 +166,16 @@ def scatter(
     Other ranks pass None: shape and dtype are sent along.
     """
     wrapped = _comm(comm)
-    source = None if wrapped.rank != root else _input(_some(x, "the root's x is None"))
-    fault = ""
-    if source is not None and (source.ndim == 0 or source.shape[0] != wrapped.size):
-        fault = f"x has shape {source.shape}; its first axis must have {wrapped.size} entries"
-    # What the root found decides on all ranks, else the others would wait for it.
-    described = None if source is None else (fault, source.shape[1:], source.dtype)
+    source, described = None, None
+    if wrapped.rank == root:
+        # What the root finds decides on all ranks, else the others would wait for it.
+        source = _input(np.empty(0) if x is None else x)
+        fault = ""
+        if x is None:
+            fault = "x is None; the root passes the rows of all ranks"
+        elif source.ndim == 0 or source.shape[0] != wrapped.size:
+            fault = f"x has shape {source.shape}; its first axis must have {wrapped.size} entries"
+        described = fault, source.shape[1:], source.dtype
     fault, shape, dtype = wrapped.bcast(described, root=root)
     if fault:
         raise ValueError(f"scatter: root {root}: {fault}")
@@ -193,8 +198,6 @@ def reduce_scatter(
     Rank r gets rows ``r*n/size`` on; if ``size`` does not divide the rows, the first ranks
     get one more.
     """
-    from mpicoll.schedule.partition import split
-
     wrapped = _comm(comm)
     source = _input(x)
     if source.ndim == 0:
@@ -226,8 +229,6 @@ def alltoall(
     ``splits[d]`` rows go to rank d, in order; None cuts the rows evenly. The counts that
     the others send are exchanged for you. Received rows are in the order of their senders.
     """
-    from mpicoll.schedule.partition import split
-
     wrapped = _comm(comm)
     source = _input(x)
     if source.ndim == 0:
@@ -253,9 +254,3 @@ def alltoall(
 def barrier(comm: MPI.Intracomm | None = None) -> None:
     """Wait until all ranks have entered."""
     _comm(comm).Barrier()
-
-
-def _some(x: npt.ArrayLike | None, message: str) -> npt.ArrayLike:
-    if x is None:
-        raise ValueError(message)
-    return x
