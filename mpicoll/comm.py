@@ -7,7 +7,9 @@ added, which must agree on all ranks:
 - ``segment``: the most bytes of a pipelined piece, 0 for no cutting;
 - ``order``: "rank" gives the bits of a left-to-right reduction over ranks (reductions).
 
-Bad arguments raise before anything is sent and leave every buffer as it was.
+Bad arguments raise before anything is sent and leave every buffer as it was. Where ranks
+must first agree on counts (reduce-scatter without ``recvcounts``, gatherv and scatterv by
+trees) that agreement goes before.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Comm(Movement, Reductions, MPI.Intracomm):
     ``mpicoll.Comm(MPI.COMM_WORLD)`` wraps; it shares the handle, so point-to-point
     traffic and everything else stay as they were. Wrapping is collective the first time
     a communicator is wrapped. `Dup`, `Split`, `Split_type`, `Create`, `Create_group` and
-    the topology constructors return wrapped communicators.
+    the topology constructors return wrapped communicators; what `Create_from_group` and
+    the merge of an intercommunicator return has to be wrapped.
 
     Raises TypeError for anything but an intracommunicator, SettingError (on every rank)
     when an ``MPICOLL_`` variable on rank 0 is wrong.
@@ -37,7 +40,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):
 
     def __new__(cls, comm: MPI.Comm | None = None) -> Comm:
         """Wrap ``comm``; without one make a null communicator, as mpi4py does."""
-        if comm is not None and not isinstance(comm, MPI.Intracomm):
+        if not (comm is None or isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
             raise TypeError(
                 f"Comm wraps intracommunicators, got {type(comm).__name__}; an "
                 "intercommunicator keeps its own collectives"
@@ -82,6 +85,12 @@ class Comm(Movement, Reductions, MPI.Intracomm):
         """Duplicate the communicator with hints."""
         return self._adopt(super().Dup_with_info(info))
 
+    def Idup(self, info: MPI.Info | None = None) -> tuple[Any, MPI.Request]:
+        """Duplicate by request; the duplicate behind it is made at its first collective."""
+        comm, request = super().Idup(info)
+        comm.__dict__["_mpicoll_settings"] = self._link.settings
+        return comm, request
+
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Split by colour, ordered by key."""
         return self._adopt(cast(MPI.Intracomm, super().Split(color, key)))
@@ -109,6 +118,14 @@ class Comm(Movement, Reductions, MPI.Intracomm):
     ) -> Any:
         """Make a graph communicator."""
         return self._adopt(super().Create_graph(index, edges, reorder))
+
+    def Create_dist_graph(self, *args: Any, **keywords: Any) -> Any:
+        """Make a distributed-graph communicator; mpi4py's arguments."""
+        return self._adopt(super().Create_dist_graph(*args, **keywords))
+
+    def Create_dist_graph_adjacent(self, *args: Any, **keywords: Any) -> Any:
+        """Make a distributed-graph communicator of adjacent ranks; mpi4py's arguments."""
+        return self._adopt(super().Create_dist_graph_adjacent(*args, **keywords))
 
 
 class Cartcomm(MPI.Cartcomm, Comm):

@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
-from mpicoll.algorithms.registry import Algorithm, every, find, names
+from mpicoll.algorithms.registry import Algorithm, every, find, names, parse_name
 from mpicoll.schedule.contracts import COLLECTIVES
 
 for _collective in COLLECTIVES:
     import_module(f"{__name__}.{_collective}")
 
-__all__ = ["Algorithm", "every", "find", "names"]
+__all__ = ["Algorithm", "every", "find", "names", "parse_name"]

@@ -243,3 +243,42 @@ def tree_bcast(builder: Builder, rank: int, size: int, root: int, span: Span) ->
         builder.step(recvs=[Recv(tree.parent, span)], phase="broadcast")
     for child, _, _ in tree.children:
         builder.step(sends=[Send(child, span)], phase="broadcast")
+
+
+def prefix_folds(
+    builder: Builder, rank: int, size: int, own: Span, out: Span, *, exclusive: bool
+) -> None:
+    """Let the owner of each block fold it for every rank, and send each rank its fold.
+
+    Rank r gets the fold over ranks 0 to r in ``out``, or to r - 1 if ``exclusive``; rank 0
+    then gets nothing. Every fold starts at rank 0 and is done in one go. Scratch of two
+    vectors.
+    """
+    inputs, outs = cut(own, size), cut(out, size)
+    mine = inputs[rank].count
+    slots = blocks(WORK, [mine] * size, builder.work(size * mine))
+    folds = blocks(WORK, [mine] * size, builder.work(size * mine))
+    builder.step(local=[Copy(slots[rank], inputs[rank])])
+    for distances in throttled(size):
+        lefts = [(rank - k) % size for k in distances]
+        rights = [(rank + k) % size for k in distances]
+        builder.step(
+            recvs=[Recv(left, slots[left]) for left in lefts],
+            sends=[Send(right, inputs[right]) for right in rights],
+            phase="gather",
+        )
+    last = size - 1 if exclusive else size
+    local: list[Local] = []
+    for count in range(1, last + 1):
+        reader = count if exclusive else count - 1
+        fold = outs[rank] if reader == rank else folds[reader]
+        local.append(Copy(fold, slots[0]) if count == 1 else Reduce(fold, tuple(slots[:count])))
+    builder.step(local=local, phase="reduce")
+    for distances in throttled(size):
+        lefts = [(rank - k) % size for k in distances]
+        rights = [(rank + k) % size for k in distances]
+        builder.step(
+            recvs=[Recv(left, outs[left]) for left in lefts if rank or not exclusive],
+            sends=[Send(right, folds[right]) for right in rights if right or not exclusive],
+            phase="scatter",
+        )

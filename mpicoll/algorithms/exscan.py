@@ -96,3 +96,24 @@ def linear(call: Call) -> Schedule:
         sends.append([Send(call.rank + 1, source)] if passes else [])
     _phases.pipeline(builder, recvs, local, sends, "")
     return builder.build()
+
+
+@algorithm("exscan", "direct", order="sequential")
+def direct(call: Call) -> Schedule:
+    """Send every block to its owner, which folds it for every rank and sends the folds out.
+
+    Steps: 2 * ceil((P - 1) / 32)
+    Sent: 2 * (P - 1) * N / P
+
+    Every element is one fold over ranks from rank 0 on, as a loop over ranks has it, and a
+    wide accumulator is rounded once. At most 32 messages are in flight in each direction.
+    Scratch of two vectors; each rank reduces about P / 2 vectors. Good where bits count.
+
+    Source: two all-to-alls by pairwise exchange, posted together: R. Thakur,
+    R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
+    MPICH", International Journal of High Performance Computing Applications 19 (2005).
+    """
+    builder = Builder()
+    own, out = Span(INPUT, 0, call.count), Span(OUTPUT, 0, call.count)
+    _phases.prefix_folds(builder, call.rank, call.size, own, out, exclusive=True)
+    return builder.build()

@@ -57,7 +57,7 @@ class Algorithm:
         """Return the value of a docstring formula.
 
         Names: P ranks, N bytes of the vector or of all blocks together, S segments,
-        R radix, T messages in flight, ``lg`` = ceil(log2 P), ``fl`` = floor(log2 P), ``odd``
+        R radix, ``lg`` = ceil(log2 P), ``fl`` = floor(log2 P), ``odd``
         = 1 unless P is a power of two.
         """
         size = int(values["P"])
@@ -118,6 +118,19 @@ def find(collective: str, name: str) -> Algorithm:
         raise AlgorithmError(
             f"{collective} has no algorithm {name!r}; known: {', '.join(names(collective))}"
         ) from None
+
+
+def parse_name(collective: str, text: str) -> tuple[Algorithm, int]:
+    """Return the algorithm of a name, and the radix behind it (2 where there is none)."""
+    name, colon, radix = text.partition(":")
+    algorithm = find(collective, name)
+    if not colon:
+        return algorithm, 2
+    if name != "bruck" or collective != "alltoall":
+        raise AlgorithmError(f"{collective} algorithm {name!r} takes no radix")
+    if not radix.isdecimal() or int(radix) < 2:
+        raise AlgorithmError(f"radix {radix!r} in {text!r}; expected a whole number from 2 on")
+    return algorithm, int(radix)
 
 
 def every() -> tuple[Algorithm, ...]:

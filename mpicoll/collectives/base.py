@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.algorithms import find
+from mpicoll.errors import ShortMessageError
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.link import Link, attach
 from mpicoll.runtime.stats import Stats
@@ -29,7 +30,7 @@ def placed(method: _Method) -> _Method:
         except CallError as error:
             where = f"{method.__name__} on rank {self._rank_for_errors()}"
             raise CallError(error.Get_error_class(), f"{where}: {error.message}") from error
-        except (BufferError, KeyError, TypeError, ValueError) as error:
+        except (BufferError, KeyError, ShortMessageError, TypeError, ValueError) as error:
             what = error.args[0] if error.args else error
             error.args = (f"{method.__name__} on rank {self._rank_for_errors()}: {what}",)
             raise
@@ -38,7 +39,8 @@ def placed(method: _Method) -> _Method:
 
 
 def in_place(buffer: object) -> bool:
-    return buffer is MPI.IN_PLACE or (isinstance(buffer, int) and buffer == MPI.IN_PLACE)
+    """Whether a buffer argument says in place; mpi4py takes None for that, too."""
+    return buffer is None or buffer is MPI.IN_PLACE
 
 
 def end(finish: Callable[[], None] | None) -> None:
@@ -56,13 +58,17 @@ class Base:
             # Absent after Idup alone: a duplicate may not be made in a non-blocking call.
             if self == MPI.COMM_NULL:
                 raise CallError(MPI.ERR_COMM, "this is the null communicator")
-            link = self.__dict__["_mpicoll_link"] = attach(cast(MPI.Intracomm, self))
+            settings = self.__dict__.get("_mpicoll_settings")
+            link = attach(cast(MPI.Intracomm, self), settings)
+            self.__dict__["_mpicoll_link"] = link
         return link
 
     @property
     def stats(self) -> Stats:
         """What this rank called, sent and received on this communicator."""
-        return self._link.stats
+        link = self.__dict__.get("_mpicoll_link")
+        # Looking is local: the link of a duplicate by request is made at its first collective.
+        return link.stats if isinstance(link, Link) else Stats()
 
     def _rank_for_errors(self) -> str:
         comm = cast(MPI.Intracomm, self)

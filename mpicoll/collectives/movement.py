@@ -111,8 +111,8 @@ class Movement(Base):
         else:
             counts = tuple(source.size if peer == link.rank else 0 for peer in range(link.size))
         if recv is not None:
+            _own_fits(source.size, recv.block_bytes[root])
             counts = recv.block_bytes
-            _own_fits(source.size, counts[root])
         link.run(
             choice,
             Call(link.rank, link.size, counts, root, choice.segment_bytes),

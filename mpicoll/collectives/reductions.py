@@ -6,12 +6,14 @@ Elements of their schedules are items of the datatype, which all ranks must shar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 from mpi4py import MPI
 
 from mpicoll.collectives.base import Base, end, in_place, placed
 from mpicoll.runtime.buffers import Buffer, check_aliasing, parse_recv, parse_send
+from mpicoll.runtime.executor import Bytes
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.link import EMPTY
 from mpicoll.runtime.operators import AverageOp, Reducer, reducer
@@ -106,7 +108,7 @@ class Reductions(Base):
         link = self._link
         given = recv if send is None else send
         assert given is not None
-        reduction = reducer(op, given.item)
+        reduction = reducer(op, given.item, link.size)
         choice = self._choose_reduction(
             collective, reduction, sum(given.counts), algorithm, segment, order
         )
@@ -128,8 +130,7 @@ class Reductions(Base):
         )
         if recv is None or (collective == "exscan" and link.rank == 0):
             return
-        if reduction.finish is not None:
-            reduction.finish(target, link.size)
+        _divide(reduction, choice, target, link.size)
         end(finish)
 
     @placed
@@ -189,7 +190,7 @@ class Reductions(Base):
                 raise ValueError("recvcounts is needed when the reduction is in place")
             counts = self._agree(recv.count, tag)
         else:
-            counts = tuple(int(count) for count in recvcounts)
+            counts = tuple(index(count) for count in recvcounts)
         if len(counts) != link.size:
             raise ValueError(f"{len(counts)} receive counts for {link.size} ranks")
         if min(counts) < 0:
@@ -217,14 +218,14 @@ class Reductions(Base):
         order: OrderWish,
     ) -> None:
         link = self._link
-        reduction = reducer(op, recv.item)
+        reduction = reducer(op, recv.item, link.size)
         choice = self._choose_reduction(
             "reduce_scatter", reduction, sum(counts), algorithm, segment, order
         )
         own = counts[link.rank] * reduction.item_bytes
         # In place the result lies over the head of the input, which is still to be read.
         source = recv.source().copy() if send is None else send.source()
-        target, finish = recv.target()
+        target, finish = recv.target(keep=send is None)
         call = Call(link.rank, link.size, counts, 0, _items(choice, reduction.item_bytes))
         link.run(
             choice,
@@ -235,8 +236,7 @@ class Reductions(Base):
             target=target[:own],
             reduction=reduction,
         )
-        if reduction.finish is not None:
-            reduction.finish(target[:own], link.size)
+        _divide(reduction, choice, target[:own], link.size)
         end(finish)
 
     def _choose_reduction(
@@ -278,6 +278,13 @@ def _same_items(send: Buffer, recv: Buffer) -> None:
         )
 
 
+def _divide(reduction: Reducer, choice: Choice, result: Bytes, size: int) -> None:
+    """Do the division of AVG, unless the fold that all operands meet in has done it."""
+    folded = size == reduction.mean_of and (size == 2 or choice.algorithm.order == "sequential")
+    if reduction.finish is not None and (size == 1 or not folded):
+        reduction.finish(result, size)
+
+
 def _no_average(op: MPI.Op) -> MPI.Op:
     if isinstance(op, AverageOp):
         raise CallError(MPI.ERR_OP, "AVG has no meaning for a scan; scan with SUM and divide")
@@ -286,4 +293,4 @@ def _no_average(op: MPI.Op) -> MPI.Op:
 
 def _items(choice: Choice, item_bytes: int) -> int:
     """Return the segment in items; a segment below one item is one item."""
-    return max(1, choice.segment_bytes // item_bytes) if choice.segment_bytes else 0
+    return max(1, choice.segment_bytes // max(1, item_bytes)) if choice.segment_bytes else 0

@@ -99,16 +99,16 @@ class Buffer:
             low = high
         return packed
 
-    def target(self) -> tuple[Bytes, Finish]:
+    def target(self, keep: bool = False) -> tuple[Bytes, Finish]:
         """Return dense bytes to receive into, and what moves them to their places.
 
-        They begin as what the buffer holds, so what no message fills stays as it was, such
-        as the tail of an in-place reduce-scatter.
+        With ``keep`` they begin as what the buffer holds, so that what no message fills
+        stays as it was, such as the tail of an in-place reduce-scatter.
         """
         view = self._dense()
         if view is not None:
             return view, None
-        packed = self.source()
+        packed = self.source() if keep else np.empty(self.nbytes, np.uint8)
 
         def finish() -> None:
             low = 0
@@ -215,6 +215,8 @@ class Memory:
             whole = whole.base
         if not isinstance(whole, np.ndarray) or not whole.flags.forc:
             return False
+        if whole.base is not None:
+            return True  # a part of what NumPy does not know the size of
         first = MPI.Get_address(cast(Any, whole)) - self.address
         return first <= low and high <= first + whole.nbytes
 
@@ -404,10 +406,10 @@ def _wide(spec: Any, blocks: int, readonly: bool) -> Buffer:
     if len(types) != blocks:
         raise ValueError(f"message: expecting {blocks} datatypes, got {len(types)}")
     memory = _BOTTOM if _is_bottom(data) else _memory(data, readonly)
-    counts = _integers("counts", counts, blocks)
+    counts = _integers("counts", [1] * blocks if counts is None else counts, blocks)
     if min(counts) < 0:
         raise CallError(MPI.ERR_COUNT, f"negative count {min(counts)} in {list(counts)}")
-    displs = _integers("displacements", displs, blocks)
+    displs = _integers("displacements", [0] * blocks if displs is None else displs, blocks)
     for one in types:
         if not isinstance(one, MPI.Datatype):
             raise TypeError(f"message: expecting datatypes, got {type(one).__name__}")
@@ -493,10 +495,20 @@ def _as_array(data: Any) -> Any:
         array = np.from_dlpack(data)
         if array.flags.writeable or array.nbytes == 0:
             return array
-        # Older protocols can not say that memory is writable and NumPy then assumes not.
+        if _says_writable(data):
+            return array
+        # The older protocol can not say that memory is writable and NumPy then assumes not.
         memory = MPI.memory.fromaddress(MPI.Get_address(cast(Any, array)), array.nbytes)
         return np.ndarray(array.shape, array.dtype, cast(Any, memory), strides=array.strides)
     raise TypeError("message: expecting buffer or list/tuple")
+
+
+def _says_writable(data: Any) -> bool:
+    """Whether the object's DLPack capsule has the flag that tells read-only memory."""
+    try:
+        return "dltensor_versioned" in repr(data.__dlpack__(max_version=(1, 0)))
+    except TypeError:
+        return False
 
 
 def _inferred(length: int, item: Item, blocks: int) -> int:
@@ -550,7 +562,7 @@ def check_aliasing(send: Buffer, recv: Buffer, block: int | None = None) -> bool
     first, last = recv.extents()
     if low == high or first == last or high <= first or last <= low:
         return False
-    if (low, high) == recv.extents(block):
+    if (low, high) == recv.extents(block) and _layout(send) == _layout(recv, block):
         return True
     if not _touch(send, recv, min(low, first), max(high, last)):
         return False
@@ -559,6 +571,16 @@ def check_aliasing(send: Buffer, recv: Buffer, block: int | None = None) -> bool
         f"send buffer (addresses {low:#x} to {high:#x}) and receive buffer ({first:#x} to "
         f"{last:#x}) overlap; use MPI.IN_PLACE or memory of its own",
     )
+
+
+def _layout(buffer: Buffer, block: int | None = None) -> list[tuple[int, int, int]]:
+    return [
+        (buffer.address + piece.start, piece.total, piece.nbytes) for piece in buffer.pieces(block)
+    ]
+
+
+#: The most memory that is looked at byte by byte for an overlap of data with gaps.
+PAINTED_BYTES = 1 << 20
 
 
 def _touch(one: Buffer, other: Buffer, low: int, high: int) -> bool:
@@ -575,6 +597,8 @@ def _touch(one: Buffer, other: Buffer, low: int, high: int) -> bool:
                 return True
             ends[side] = max(ends[side], last)
         return False
+    if high - low > PAINTED_BYTES:
+        return False  # not worth the time of the call; the MPI's own do not look either
     canvases = [np.zeros(high - low, np.uint8) for _ in range(2)]
     for buffer, canvas in zip((one, other), canvases, strict=True):
         buffer.paint(canvas, low)

@@ -112,10 +112,11 @@ def _in_order(datatype: MPI.Datatype) -> bool:
     """
     if datatype.is_predefined:
         return True
-    base, combiner, _ = datatype.decode()
+    base, combiner, parameters = datatype.decode()
     in_order = combiner in ("DUP", "CONTIGUOUS", "RESIZED") and _in_order(base)
-    if not base.is_predefined:
-        base.Free()
+    for member in parameters.get("datatypes", [base]):  # new handles, ours to free
+        if not member.is_predefined:
+            member.Free()
     return in_order
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 from mpi4py import MPI
@@ -36,7 +37,8 @@ class Link:
 
     def __init__(self, comm: MPI.Intracomm, settings: Settings | None) -> None:
         """Duplicate ``comm``; collective. ``settings`` None: agree on those of rank 0."""
-        self.hidden: MPI.Intracomm = MPI.Intracomm(comm).Dup()
+        # Split and not Dup: it runs none of the user's attribute callbacks.
+        self.hidden = cast(MPI.Intracomm, MPI.Intracomm(comm).Split(0, comm.Get_rank()))
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.stats = Stats()
@@ -64,13 +66,27 @@ class Link:
         """Consume a sequence number and return the tag that goes with it.
 
         Called first in every collective, before anything is validated, so that an error
-        on one rank does not mispair the next call. Tags come round; messages between two
-        ranks keep their order, so an old tag can not be mistaken for a new one.
+        on one rank does not mispair the next call.
         """
         if self.freed:
             raise CallError(MPI.ERR_COMM, "this communicator was freed")
         self._sequence += 1
-        return self._sequence % self._tags
+        tag = self._sequence % self._tags
+        if tag == 0:
+            self._sweep()
+        return tag
+
+    def _sweep(self) -> None:
+        """Throw away messages that nobody received, before their tags come round.
+
+        They are left where a call raised on one rank and the others sent to it. All ranks
+        have the same sequence number, so all are here.
+        """
+        self.hidden.Barrier()
+        status = MPI.Status()
+        while message := self.hidden.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            message.Recv([bytearray(status.count), MPI.BYTE])
+        self.hidden.Barrier()
 
     def choose(
         self, wanted: Wanted, algorithm: str | None = None, segment_bytes: int | None = None
@@ -151,7 +167,7 @@ class Link:
             self.hidden.Free()
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)  # a program of 1000 ranks may have half a megabyte
 def programmed(algorithm: Algorithm, call: Call, item_bytes: int) -> Program:
     """Build and compile a schedule, or return the one of an equal earlier call."""
     return compiled(algorithm.build(call), item_bytes)
@@ -186,7 +202,6 @@ def _key() -> int:
         # code, hence the second hook.
         at_finalize: Callable[..., None] = _release_all
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=at_finalize), None)
-        atexit.register(_at_exit)
     return _keyval
 
 
@@ -195,6 +210,10 @@ def _at_exit() -> None:
     # wait for them for ever.
     if not MPI.Is_finalized() and not hasattr(sys, "last_value"):
         _release_all()
+
+
+# At import, so that hooks which users register later run before it.
+atexit.register(_at_exit)
 
 
 def attach(comm: MPI.Intracomm, settings: Settings | None = None) -> Link:

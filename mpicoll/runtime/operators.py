@@ -22,7 +22,10 @@ from mpicoll.runtime.faults import CallError
 
 
 class AverageOp:
-    """The operator of `mpicoll.AVG`: a sum, divided by the number of ranks at the end."""
+    """The operator of `mpicoll.AVG`: a sum, divided by the number of ranks at the end.
+
+    Integers wrap in the sum as they do in MPI.SUM, and the division truncates.
+    """
 
     def __repr__(self) -> str:
         return "mpicoll.AVG"
@@ -55,12 +58,14 @@ class Reducer(Protocol):
 
     ``wide`` says that it sums or multiplies 16-bit floats: a fold of more than two operands
     accumulates in float32 and rounds once. ``finish``, of AVG only, divides a result by
-    the number of ranks.
+    the number of ranks; a wide fold over ``mean_of`` operands, all there are, divides by
+    itself before it rounds, so that the sum can not overflow.
     """
 
     commutative: bool
     item_bytes: int
     wide: bool
+    mean_of: int
     finish: Callable[[Bytes, int], None] | None
 
     def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
@@ -128,11 +133,14 @@ class _NumpyReducer:
     one rank would leave the others waiting.
     """
 
-    def __init__(self, ufunc: np.ufunc, dtype: DType, wide: bool, average: bool) -> None:
+    def __init__(self, ufunc: np.ufunc, dtype: DType, wide: bool, average: int) -> None:
         self.commutative = True
         self.item_bytes = dtype.itemsize
         self.wide = wide
+        self.mean_of = average if wide else 0
         self.finish: Callable[[Bytes, int], None] | None = self._divide if average else None
+        # A long double of x86 has 10 bytes of 16; the rest would differ between ranks.
+        self._padded = dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63
         self._ufunc = ufunc
         self._dtype = dtype
         self._local: _Local | None = None
@@ -146,7 +154,9 @@ class _NumpyReducer:
         integers, whose sums Open MPI saturates where its vector loop runs.
         """
         kind = self._dtype.kind
-        if self._dtype.itemsize < 4 or kind == "b" or (kind == "f" and self._ufunc not in (np.add, np.multiply)):
+        if self._dtype.itemsize < 4 or self._padded or kind == "b":
+            return
+        if kind == "f" and self._ufunc not in (np.add, np.multiply):
             return
         local = _Local(op, datatype, self.item_bytes, swaps=kind in "iu")
         if self._agrees(local):
@@ -191,6 +201,8 @@ class _NumpyReducer:
             ufunc(views[0], views[1], out=out)
             for view in views[2:]:
                 ufunc(out, view, out=out)
+        if self._padded:
+            target.reshape(-1, 16)[:, 10:] = 0
 
     def _fold_wide(self, out: Any, views: Sequence[Any]) -> None:
         for low in range(0, out.size, WIDE_PIECE):
@@ -198,18 +210,20 @@ class _NumpyReducer:
             total = views[0][piece].astype(np.float32)
             for view in views[1:]:
                 self._ufunc(total, view[piece].astype(np.float32), out=total)
+            if len(views) == self.mean_of:
+                total /= np.float32(self.mean_of)
             out[piece] = total
 
     def _divide(self, result: Bytes, size: int) -> None:
         dtype = self._dtype
         with np.errstate(all="ignore"):
-            if dtype.kind in "fc":
+            if self.wide:
+                values = result.view(dtype)
+                values[:] = values.astype(np.float32) / np.float32(size)
+            elif dtype.kind in "fc":
                 # The parts of a complex number one by one: its division rounds twice.
                 parts = result.view(dtype.char.lower())
                 np.divide(parts, parts.dtype.type(size), out=parts)
-            elif self.wide:
-                values = result.view(dtype)
-                values[:] = values.astype(np.float32) / np.float32(size)
             else:
                 self._divide_integers(result.view(dtype), size)
 
@@ -228,16 +242,32 @@ class _NumpyReducer:
 class _HalfReducer:
     """Loops of `mpicoll.kernels`, for float16 and bfloat16."""
 
-    def __init__(self, name: str, half: kernels.Half, average: bool) -> None:
+    def __init__(self, name: str, half: kernels.Half, average: int) -> None:
         self.commutative = True
         self.item_bytes = 2
         self.wide = name in ("SUM", "PROD")
+        self.mean_of = average
         self.finish: Callable[[Bytes, int], None] | None = self._divide if average else None
         self._name = name
         self._half = half
 
     def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
-        self._half.reduce(self._name, target, operands)
+        if len(operands) == self.mean_of:
+            self._mean(target, operands)
+        else:
+            self._half.reduce(self._name, target, operands)
+
+    def _mean(self, target: Bytes, operands: Sequence[Bytes]) -> None:
+        total = np.empty(min(WIDE_PIECE, target.size // 2), np.float32)
+        for low in range(0, target.size, 2 * WIDE_PIECE):
+            piece = slice(low, low + 2 * WIDE_PIECE)
+            part = total[: target[piece].size // 2]
+            self._half.widen(part, operands[0][piece])
+            for operand in operands[1:]:
+                self._half.accumulate(part, operand[piece])
+            with np.errstate(all="ignore"):
+                part /= np.float32(self.mean_of)
+            self._half.narrow(target[piece], part)
 
     def _divide(self, result: Bytes, size: int) -> None:
         self._half.scale(result, result, size, divide=True)
@@ -254,6 +284,7 @@ class _NativeReducer:
         self.commutative = op.Is_commutative()
         self.item_bytes = item.nbytes
         self.wide = False
+        self.mean_of = 0
         self.finish: Callable[[Bytes, int], None] | None = None
         self._op = op
         self._item = item
@@ -308,16 +339,19 @@ LAID_OUT_BYTES = 1 << 22
 _ALIGNMENT = 64
 
 
-def reducer(op: MPI.Op | AverageOp, item: Item) -> Reducer:
-    """Return ``op`` for items; an operator that the type does not allow raises ERR_OP."""
+def reducer(op: MPI.Op | AverageOp, item: Item, size: int = 1) -> Reducer:
+    """Return ``op`` for items; an operator that the type does not allow raises ERR_OP.
+
+    ``size`` is the number of ranks, by which AVG divides.
+    """
     if isinstance(op, AverageOp):
         if item.dtype is None or item.dtype.kind == "b":
             raise CallError(MPI.ERR_OP, f"{op} has no meaning for {item.name}")
-        return _bound(MPI.SUM.handle, *_key(item), True)
+        return _bound(MPI.SUM.handle, *_key(item), size)
     if not isinstance(op, MPI.Op):
         raise TypeError(f"expected an MPI.Op or mpicoll.AVG, got {type(op).__name__}")
     if item.datatype is None or (op.is_predefined and item.datatype.is_predefined):
-        return _bound(op.handle, *_key(item), False)
+        return _bound(op.handle, *_key(item), 0)
     _ask(op, item)
     return _NativeReducer(op, item)
 
@@ -328,7 +362,7 @@ def _key(item: Item) -> tuple[int | None, DType | None]:
 
 
 @lru_cache(maxsize=1024)
-def _bound(op_handle: int, type_handle: int | None, dtype: DType | None, average: bool) -> Reducer:
+def _bound(op_handle: int, type_handle: int | None, dtype: DType | None, average: int) -> Reducer:
     op = MPI.Op.fromhandle(op_handle)
     name, ufunc, kinds = _BY_HANDLE.get(op_handle, ("", None, ""))
     if type_handle is None:

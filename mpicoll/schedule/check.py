@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 from mpicoll.errors import ScheduleError
@@ -46,7 +47,7 @@ class Terms:
             return operands[0]
         if operands not in self._folds:
             self._folds[operands] = len(self.ranks)
-            self.ranks.append(tuple(rank for term in operands for rank in self.ranks[term]))
+            self.ranks.append(tuple(chain.from_iterable(self.ranks[term] for term in operands)))
         return self._folds[operands]
 
     def sequential(self, ranks: tuple[int, ...]) -> int | None:
@@ -63,14 +64,15 @@ class Memory:
 
     def write(self, start: int, pieces: Sequence[Piece]) -> None:
         """Overwrite from ``start`` on."""
-        stop = start + sum(piece.length for piece in pieces)
+        at = bisect_right(self._starts, start) - 1
+        lengths = [piece.length for piece in pieces]
+        if at >= 0 and self._starts[at] == start and lengths == [self._pieces[at].length]:
+            self._pieces[at] = pieces[0]  # in the place of one piece, the common case
+            return
+        stop = start + sum(lengths)
         first = self._split(start)
         last = self._split(stop)
-        starts = []
-        for piece in pieces:
-            starts.append(start)
-            start += piece.length
-        self._starts[first:last] = starts
+        self._starts[first:last] = accumulate(lengths[:-1], initial=start) if pieces else ()
         self._pieces[first:last] = pieces
 
     def read(self, start: int, stop: int) -> list[Piece] | None:
@@ -78,6 +80,9 @@ class Memory:
         if start == stop:
             return []
         at = bisect_right(self._starts, start) - 1
+        if at >= 0 and stop <= self._starts[at] + self._pieces[at].length:
+            _, term, first = self._pieces[at]  # part of one piece, the common case
+            return [Piece(stop - start, term, first + start - self._starts[at])]
         found = []
         while start < stop:
             if not 0 <= at < len(self._starts):
@@ -115,6 +120,7 @@ class _Rank:
     schedule: Schedule
     view: View
     alias: int | None
+    limits: dict[Buffer, int]
     memory: dict[Buffer, Memory] = field(
         default_factory=lambda: {INPUT: Memory(), OUTPUT: Memory(), WORK: Memory()}
     )
@@ -161,7 +167,12 @@ class _Proof:
         self.order = order
         self.terms = Terms(size)
         self.ranks = [
-            _Rank(schedule, view, view.alias if in_place else None)
+            _Rank(
+                schedule,
+                view,
+                view.alias if in_place else None,
+                {INPUT: view.input, OUTPUT: view.output, WORK: schedule.work},
+            )
             for schedule, view in zip(schedules, contract.views, strict=True)
         ]
         self.sends: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
@@ -188,7 +199,8 @@ class _Proof:
         if rank.step >= len(rank.schedule.steps):
             return
         step = rank.schedule.steps[rank.step]
-        self._no_overlap(number, step)
+        if step.communicates:
+            self._no_overlap(number, step)
         rank.waiting = len(step.recvs) + len(step.sends)
         if rank.waiting == 0:
             self.ready.append(number)
@@ -206,10 +218,10 @@ class _Proof:
                 self._copy(number, item)
             else:
                 self._reduce(number, item)
-        for peer in {recv.peer for recv in step.recvs}:
-            self._match(peer, number)
-        for peer in {send.peer for send in step.sends}:
-            self._match(number, peer)
+        for recv in step.recvs:
+            self._match(recv.peer, number)
+        for send in step.sends:
+            self._match(number, send.peer)
 
     def _peer(self, number: int, peer: int) -> None:
         if not 0 <= peer < len(self.ranks) or peer == number:
@@ -230,7 +242,7 @@ class _Proof:
             targets.append(places[0])
             touched += places
         clash = (
-            _overlap(writes, writes, same_list=True)
+            (_overlap(writes) if len(writes) > 1 else None)
             or _overlap(writes, reads)
             or _overlap(writes, touched)
             or _overlap(reads, targets)
@@ -241,16 +253,18 @@ class _Proof:
     def _copy(self, number: int, item: Copy) -> None:
         rank = self.ranks[number]
         target, source = self._place(rank, item.target), self._place(rank, item.source)
+        if item.target.buffer is INPUT:
+            self._fail(number, f"writes {item.target}, which is the caller's send buffer")
         if item.target.count != item.source.count:
             self._fail(number, f"copies {item.source} to {item.target} of another count")
-        if item.target == item.source:
-            self._fail(number, f"copies {item.source} onto itself")
-        if target == source:
+        if _meet(target, source):
+            if item.target == item.source:
+                self._fail(number, f"copies {item.source} onto itself")
+            if target != source:
+                self._fail(number, f"copies {source} to {target}, which overlap")
             self._bounds(number, item.target)
             self._bounds(number, item.source)
             return  # in place; executors skip it too
-        if _meet(target, source):
-            self._fail(number, f"copies {source} to {target}, which overlap")
         self._write(number, item.target, self._read(number, item.source, "copies"))
 
     def _reduce(self, number: int, item: Reduce) -> None:
@@ -347,12 +361,7 @@ class _Proof:
         return span
 
     def _bounds(self, number: int, span: Span) -> None:
-        rank = self.ranks[number]
-        limit = {
-            INPUT: rank.view.input,
-            OUTPUT: rank.view.output,
-            WORK: rank.schedule.work,
-        }[span.buffer]
+        limit = self.ranks[number].limits[span.buffer]
         if not 0 <= span.start <= span.stop <= limit:
             self._fail(number, f"names {span}, outside of {limit} elements")
 
@@ -369,7 +378,7 @@ class _Proof:
         self._bounds(number, span)
         rank = self.ranks[number]
         place = self._place(rank, span)
-        if rank.step >= 0 and INPUT in (span.buffer, place.buffer):
+        if pieces and rank.step >= 0 and INPUT in (span.buffer, place.buffer):
             self._fail(number, f"writes {span}, which is the caller's send buffer")
         rank.memory[place.buffer].write(place.start, pieces)
 
@@ -438,22 +447,22 @@ def _meet(one: Span, other: Span) -> bool:
     )
 
 
-def _overlap(
-    ones: list[Span], others: list[Span], same_list: bool = False
-) -> tuple[Span, Span] | None:
-    """Return two spans that share an element, one of each list, or None."""
-    if not ones or not others:
-        return None
-    marked = [(span.buffer.value, span.start, span.stop, 0) for span in ones if span.count]
-    if same_list:
-        marked.sort()
+def _overlap(ones: list[Span], others: list[Span] | None = None) -> tuple[Span, Span] | None:
+    """Return two spans that share an element, one of each list or both of the only one."""
+    if others is None:
+        spans = [(span.buffer.value, span.start, span.stop, 0) for span in ones if span.count]
+    elif len(ones) == len(others) == 1:
+        return (ones[0], others[0]) if _meet(ones[0], others[0]) else None
+    elif ones and others:
+        spans = [(span.buffer.value, span.start, span.stop, 0) for span in ones if span.count]
+        spans += [(span.buffer.value, span.start, span.stop, 1) for span in others if span.count]
     else:
-        marked += [(span.buffer.value, span.start, span.stop, 1) for span in others if span.count]
-        marked.sort()
+        return None
+    spans.sort()
     # Sorted by start: remember the span of each list that reaches furthest.
     furthest: dict[tuple[str, int], tuple[int, int]] = {}
-    for buffer, start, stop, which in marked:
-        reach = furthest.get((buffer, 0 if same_list else 1 - which))
+    for buffer, start, stop, which in spans:
+        reach = furthest.get((buffer, 0 if others is None else 1 - which))
         if reach is not None and reach[1] > start:
             return Span(Buffer(buffer), start, stop), Span(Buffer(buffer), *reach)
         mine = furthest.get((buffer, which))

@@ -25,7 +25,8 @@ class Cost:
 class Machine:
     """The parameters of the linear model, in seconds.
 
-    ``alpha`` per message of the busier direction, ``beta`` per byte on the wire, ``gamma`` per byte reduced.
+    ``alpha`` per message of the busier direction, ``beta`` per byte on the wire, ``gamma``
+    per byte reduced.
     """
 
     alpha: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from mpicoll.algorithms import Algorithm, find, names
+from mpicoll.algorithms import Algorithm, find, names, parse_name
 from mpicoll.errors import AlgorithmError
 from mpicoll.selection.settings import Settings
 
@@ -75,19 +75,6 @@ def choose(
     return Choice(chosen, segment_bytes if chosen.segmented else 0, radix)
 
 
-def parse_name(collective: str, text: str) -> tuple[Algorithm, int]:
-    """Return the algorithm of a name, and the radix behind it (2 where there is none)."""
-    name, colon, radix = text.partition(":")
-    algorithm = find(collective, name)
-    if not colon:
-        return algorithm, 2
-    if name != "bruck" or collective != "alltoall":
-        raise AlgorithmError(f"{collective} algorithm {name!r} takes no radix")
-    if not radix.isdecimal() or int(radix) < 2:
-        raise AlgorithmError(f"radix {radix!r} in {text!r}; expected a whole number from 2 on")
-    return algorithm, int(radix)
-
-
 def unfit(algorithm: Algorithm, wanted: Wanted) -> str:
     """Return why ``algorithm`` cannot serve the call, or an empty string if it can."""
     name = f"{algorithm.collective} algorithm {algorithm.name!r}"
@@ -116,7 +103,7 @@ def default(wanted: Wanted) -> str:
     if wanted.collective == "reduce_scatter":
         return _reduce_scatter(wanted)
     if wanted.collective in ("scan", "exscan"):
-        return "recursive_doubling"
+        return "direct" if wanted.wide else "recursive_doubling"
     if wanted.collective == "bcast":
         return _bcast(wanted)
     if wanted.collective == "allgather":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpicoll.algorithms import find
+from mpicoll.algorithms import parse_name
 from mpicoll.errors import AlgorithmError, SettingError
 from mpicoll.schedule.contracts import COLLECTIVES
 
@@ -60,7 +60,7 @@ def parse(variables: Mapping[str, str]) -> Settings:
             known = ", ".join(PREFIX + name.upper() for name in COLLECTIVES)
             raise SettingError(f"unknown variable {variable}; known: {known}")
         try:
-            find(collective, value.partition(":")[0])
+            parse_name(collective, value)
             algorithms.append((collective, value))
         except AlgorithmError as error:
             raise SettingError(f"{variable}={value}: {error}") from None

@@ -24,6 +24,7 @@ from mpicoll.schedule.contracts import REDUCTIONS, ROOTED
 UNEVEN = frozenset({"Gatherv", "Scatterv", "Allgatherv", "Alltoallv", "Alltoallw"})
 #: Bytes of a segment: the choice of mpicoll, none, and a few items.
 SEGMENTS = (None, 0, 24)
+MANY = 5
 
 _ONE = (*PLAIN, *DERIVED)
 _BLOCKS = tuple(layout for layout in _ONE if layout != "zero_d")
@@ -72,7 +73,7 @@ def levels(method: str, size: int) -> Levels:
     reduces = collective in REDUCTIONS
     send, recv = _layouts(method)
     # Whole vectors are long enough for the automatic choice to leave its first threshold.
-    large = 2053 if _LAYOUTS_OF_ONE >= {collective} else 509
+    large = 2053 if {collective} <= _LAYOUTS_OF_ONE else 509
     return {
         "algorithm": algorithms(method),
         "kind": [name for name, kind in kinds().items() if _has(kind, reduces)],
@@ -89,17 +90,21 @@ def levels(method: str, size: int) -> Levels:
 _LAYOUTS_OF_ONE = frozenset({"bcast", "reduce", "allreduce", "scan", "exscan"})
 
 
-def _likeness(kind: Kind) -> tuple[Any, ...]:
-    """Return what data movement can tell two kinds apart by."""
+def _alike(likeness: Callable[[Kind], Any]) -> dict[str, list[str]]:
+    """Return the kinds that something can not tell apart, under the first of them."""
+    groups: dict[Any, list[str]] = {}
+    for name, kind in kinds().items():
+        groups.setdefault(likeness(kind), []).append(name)
+    return {group[0]: group for group in groups.values()}
+
+
+def _movement(kind: Kind) -> tuple[Any, ...]:
     return kind.inferred, kind.datatype is None, kind.extent, kind.nbytes
 
 
-def _alike() -> dict[str, list[str]]:
-    """Return the kinds that only a reduction can tell apart, under the first of them."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, kind in kinds().items():
-        groups.setdefault(_likeness(kind), []).append(name)
-    return {group[0]: group for group in groups.values()}
+def _arithmetic(kind: Kind) -> tuple[Any, ...]:
+    own = kind.name if kind.dtype is None or kind.datatype is None else ""
+    return kind.inferred, kind.family, str(kind.dtype), own
 
 
 def _orders(method: str) -> bool:
@@ -130,7 +135,7 @@ def meets(method: str) -> Callable[[str, Any, str, Any], bool]:
     def kind_operator(kind: str, operator: str) -> bool:
         if operator == "AVG" and collective in ("scan", "exscan"):
             return False
-        return not operator or operators()[operator].allows(kinds()[kind])
+        return suits(operator, kind)
 
     def kind_layout(kind: str, layout: str) -> bool:
         if layout == "w":
@@ -169,20 +174,29 @@ def meets(method: str) -> Callable[[str, Any, str, Any], bool]:
 def cases(method: str, size: int, seed: int, full: bool) -> Iterator[Case]:
     """Yield the cases of a method, numbered.
 
-    In a cover of data movement, kinds that it can not tell apart take turns.
+    In a cover, kinds that data movement can not tell apart take turns; so do names of
+    the same arithmetic where many ranks make a case dear.
     """
     salt = zlib.crc32(method.encode())
     factors = levels(method, size)
     turns: dict[str, Iterator[str]] = {}
-    if not full and METHODS[method] not in REDUCTIONS:
-        alike = _alike()
-        factors["kind"] = list(alike)
-        turns = {name: cycle(group) for name, group in alike.items()}
+    reduces = METHODS[method] in REDUCTIONS
+    if not full and (not reduces or size >= MANY):
+        alike = _alike(_arithmetic if reduces else _movement)
+        factors["kind"] = [name for name in alike if name in factors["kind"]]
+        turns = {name: cycle(alike[name]) for name in factors["kind"]}
     cover = Cover(factors, meets(method), seed ^ salt)
     for number, chosen in enumerate(cover.everything() if full else cover.pairs()):
         if chosen["kind"] in turns:
-            chosen["kind"] = next(turns[chosen["kind"]])
+            turn = turns[chosen["kind"]]
+            allowed = (name for name in turn if suits(chosen["operator"], name))
+            chosen["kind"] = next(allowed)
         yield Case(method=method, number=salt + number, **chosen)
+
+
+def suits(operator: str, kind: str) -> bool:
+    """Return whether an operator, or none, is defined for a kind."""
+    return not operator or operators()[operator].allows(kinds()[kind])
 
 
 # -- the verdict ------------------------------------------------------------------------
@@ -215,10 +229,15 @@ def _judge(exchange: Exchange, result: Bytes | None, native: Bytes | None) -> st
         return _differs(kind, result, moved) or _of_native(_differs(kind, native, moved))
     inputs = exchange.operands()
     if operator.exact(kind):
-        expected = reference.fold(kind, operator, inputs) if native is None else native
-        return _differs(kind, result, expected)
+        expected = reference.fold(kind, operator, inputs)
+        if expected is None:
+            return "" if native is None else _differs(kind, result, native)
+        wrong = _differs(kind, result, expected)
+        return wrong or _of_native(_differs(kind, native, expected))
     if exchange.case.order == "rank" and operator.name != "AVG":
-        wrong = _differs(kind, result, reference.fold(kind, operator, inputs))
+        expected = reference.fold(kind, operator, inputs)
+        assert expected is not None
+        wrong = _differs(kind, result, expected)
         if wrong:
             return f"not the bits of a loop over ranks: {wrong}"
     wrong = reference.excess(kind, operator, inputs, result, exchange.case.sequential)

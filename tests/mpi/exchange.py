@@ -14,7 +14,7 @@ from layouts import Side
 from mpi4py import MPI
 
 from mpicoll.algorithms import find
-from mpicoll.schedule.contracts import REDUCTIONS, ROOTED
+from mpicoll.schedule.contracts import ROOTED
 
 METHODS = {
     "Bcast": "bcast",

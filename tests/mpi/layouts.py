@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from kinds import Array, Bytes, Kind, Rng
 from mpi4py import MPI
+from quirks import DERIVED
 
 Starts: TypeAlias = npt.NDArray[np.intp]
 
@@ -23,7 +24,6 @@ POISON = 0xA5
 
 ARRAYS = ("array", "fortran", "zero_d", "readonly")
 PLAIN = (*ARRAYS, "typed", "counted", "shifted", "python")
-DERIVED = ("contiguous", "vector", "indexed", "struct", "resized")
 VECTORS = ("counts", "displs", "gaps", "permuted", "gaps in items")
 EVERY = (*PLAIN, *DERIVED, *VECTORS, "w")
 IN_PLACE = "in_place"

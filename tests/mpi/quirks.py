@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from layouts import DERIVED
 from mpi4py import MPI
 
 if TYPE_CHECKING:
     from exchange import Case
+
+DERIVED = ("contiguous", "vector", "indexed", "struct", "resized")
 
 VENDOR = MPI.get_vendor()[0]
 
 #: MPICH packs and unpacks a REAL16 in a derived type as a long double: 10 of its 16 bytes.
 QUAD_IS_LONG_DOUBLE = VENDOR in ("MPICH", "Intel MPI")
 
+#: Open MPI adds integers of 8 and 16 bits with saturation where it has vector instructions
+#: and wraps in the rest of the same vector, so a sum that overflows is nothing to compare.
+SATURATES = VENDOR == "Open MPI"
 
 #: By vendor: what is wrong, and which cases it spoils on how many ranks.
 _QUIRKS: dict[str, list[tuple[str, Callable[[Case, int], bool]]]] = {
@@ -30,8 +34,25 @@ _QUIRKS: dict[str, list[tuple[str, Callable[[Case, int], bool]]]] = {
                 case.kind == "affine with gaps" and case.collective == "reduce_scatter"
             ),
         ),
+        (
+            "on five ranks or more, Gather of long vectors may abort or wait for ever, with "
+            "items of 32 bytes or with gaps",
+            lambda case, size: case.method == "Gather" and size >= 5 and case.count > 500,
+        ),
+    ],
+    "Intel MPI": [
+        (
+            "Allgather on three ranks or more truncates where send and receive type differ",
+            lambda case, size: (
+                case.method == "Allgather" and not {case.send, case.recv}.isdisjoint(DERIVED)
+            ),
+        ),
     ],
     "Open MPI": [
+        (
+            "MAX and MIN take the signed MPI_OFFSET for unsigned",
+            lambda case, size: case.kind == "OFFSET" and case.operator in ("MAX", "MIN"),
+        ),
         (
             "on one rank, Alltoallw ignores displacements",
             lambda case, size: case.method == "Alltoallw" and size == 1,
@@ -40,6 +61,10 @@ _QUIRKS: dict[str, list[tuple[str, Callable[[Case, int], bool]]]] = {
             "Allgatherv chooses an algorithm by the receive counts times the size of the SEND "
             "type, which differs between ranks: they wait for each other for ever",
             lambda case, size: case.method == "Allgatherv" and case.send in DERIVED,
+        ),
+        (
+            "MPI_OFFSET is taken for unsigned",
+            lambda case, size: case.kind == "OFFSET" and case.operator in ("MAX", "MIN"),
         ),
     ],
 }

@@ -45,6 +45,14 @@ _LOOPS: dict[str, Callable[[Array, Array], Array]] = {
     "PROD": _multiply,
     "MAX": np.maximum,
     "MIN": np.minimum,
+    "LAND": np.logical_and,
+    "LOR": np.logical_or,
+    "LXOR": np.logical_xor,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+    "maximum": np.maximum,
+    "first": lambda one, other: one,
     "compose": _compose,
 }
 
@@ -69,19 +77,25 @@ def _padded(kind: Kind) -> bool:
     return dtype is not None and (dtype[0] if dtype.names else dtype).char in "gG"
 
 
-def fold(kind: Kind, operator: Operator, inputs: Sequence[Bytes]) -> Bytes:
-    """Return the bits of a left-to-right loop; 16-bit sums are rounded once, at its end."""
-    loop = _LOOPS[operator.name]
-    values = [one.view(np.uint64 if kind.family == "affine" else kind.dtype) for one in inputs]
+def fold(kind: Kind, operator: Operator, inputs: Sequence[Bytes]) -> Bytes | None:
+    """Return the bits of a left-to-right loop; 16-bit sums are rounded once, at its end.
+
+    None for what NumPy has no loop for, pairs and quadruple precision, and for Fortran's
+    characters, of which MPIs differ on the sign.
+    """
+    dtype = np.dtype(np.uint64) if kind.family == "affine" else kind.dtype
+    loop = _LOOPS.get(operator.name)
+    if dtype is None or dtype.names or loop is None or kind.family == "character":
+        return None
+    values = [one.view(dtype) for one in inputs]
     with np.errstate(all="ignore"):
         if _is_narrow(kind) and operator.name in ("SUM", "PROD"):
             total: Array = reduce(loop, [one.astype(np.float32) for one in values])
-            total = total.astype(kind.dtype)
         else:
             total = reduce(loop, values)
         if operator.name == "AVG":
-            total = np.trunc(total.astype(np.longdouble) / len(inputs)).astype(kind.dtype)
-    return np.ascontiguousarray(total).view(np.uint8)
+            total = np.trunc(total.astype(np.longdouble) / len(inputs))
+        return np.ascontiguousarray(total.astype(dtype)).view(np.uint8)
 
 
 def _is_narrow(kind: Kind) -> bool:

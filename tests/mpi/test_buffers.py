@@ -494,7 +494,7 @@ def test_what_interleaves_does_not_overlap(types: Types) -> None:
 
 def test_what_is_not_received_stays(types: Types) -> None:
     data = doubles(6)
-    target, finish = parse_recv([data, 3, types.resized(0, 16)]).target()
+    target, finish = parse_recv([data, 3, types.resized(0, 16)]).target(keep=True)
     target[:8] = np.array([-1.0]).view(np.uint8)
     assert finish is not None
     finish()

@@ -145,6 +145,7 @@ def test_user_traffic_is_not_disturbed(world: mpicoll.Comm) -> None:
     for _ in range(20):
         works(world)
     assert not request.Test()
+    world.Barrier()
     world.Send(np.array([world.rank]), (world.rank + 1) % world.size, 77)
     request.Wait()
     assert inbox[0] == (world.rank - 1) % world.size

@@ -61,7 +61,7 @@ def test_nothing_costs_nothing() -> None:
     ("machine", "seconds"),
     [
         (Machine(alpha=1, beta=0, gamma=0), 2 + 2 + 1),  # messages of the busier direction
-        (Machine(alpha=0, beta=1, gamma=0), 8 * (10 + 20 + 10)),  # the busier direction
+        (Machine(alpha=0, beta=1, gamma=0), 8 * (10 + 20 + 10)),  # and its bytes
         (Machine(alpha=0, beta=0, gamma=1), 8 * 40),
         (Machine(alpha=1e-6, beta=1e-9, gamma=1e-10), 5e-6 + 320e-9 + 320e-10),
     ],
