@@ -9,10 +9,11 @@ from mpicoll.algorithms import Algorithm, every
 
 HEAD = """# Algorithms
 
-Made from the docstrings by `python docs/reference/make_algorithms.py`. P is the number of ranks, N the bytes of
-the vector on one rank, or of all blocks together (barrier: its one byte), S the number of segments, R the
-radix; `lg` is log2 P rounded up, `fl` rounded down, `odd` is 1 unless P is a power of two. Steps and
-bytes are the most that any rank has, for blocks of equal length; a test counts them from the schedules.
+Made from the docstrings by `python docs/reference/make_algorithms.py`. P is the number of ranks,
+N the bytes of the vector on one rank, or of all blocks together (barrier: its one byte), S the
+number of segments, R the radix; `lg` is log2 P rounded up, `fl` rounded down, `odd` is 1 unless P
+is a power of two. Steps and bytes are the most that any rank has, for blocks of equal length; a
+test counts them from the schedules.
 `order` is explained in [reductions and order](../explanation/order.md).
 """
 
@@ -27,10 +28,7 @@ def section(algorithm: Algorithm) -> str:
     if algorithm.uniform:
         notes.append("equal counts only")
     doc = inspect.getdoc(algorithm.build) or ""
-    body = "\n".join(
-        f"- {line.replace('Sent:', 'Bytes sent:')}" if line.startswith(("Steps:", "Sent:")) else line
-        for line in doc.splitlines()
-    )
+    body = doc.replace("\nSteps:", "\n- Steps:").replace("\nSent:", "\n- Bytes sent:")
     return f"### {algorithm.name}\n\n{body}\n" + (f"\n({'; '.join(notes)})\n" if notes else "")
 
 

@@ -213,9 +213,9 @@ def attempt(case: Case, comm: Comm, seed: int) -> tuple[str, Bytes | None]:
     except Exception as error:
         return f"{type(error).__name__}: {error}", None
     native = None
-    if exchange.kind.datatype is not None and quirks.native(case, comm.size):
-        if exchange.operator is None or exchange.operator.native:
-            native = exchange.run(MPI.Intracomm(comm)).result()
+    known = exchange.operator is None or exchange.operator.native
+    if known and exchange.kind.datatype is not None and quirks.native(case, comm.size):
+        native = exchange.run(MPI.Intracomm(comm)).result()
     result = outcome.result()
     return outcome.damage() or _judge(exchange, result, native), result
 

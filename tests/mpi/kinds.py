@@ -238,7 +238,10 @@ def _allowed(op: str, kind: str) -> bool:
     return True
 
 
-PREDEFINED = ["SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR", "MINLOC", "MAXLOC"]
+PREDEFINED = (
+    *("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR"),
+    *("MINLOC", "MAXLOC"),
+)
 
 
 @cache
