@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll.runtime.faults import CallError
+
 DType: TypeAlias = np.dtype[Any]
 
 
@@ -78,11 +80,21 @@ _PREDEFINED: dict[int, Item] = {}
 
 
 def describe(datatype: MPI.Datatype) -> Item:
-    """Return what is known of ``datatype``; raises MPI.Exception for the null one."""
+    """Return what is known of ``datatype``; raises ERR_TYPE where it is null or not committed."""
     # Handles of freed datatypes come again, so only those that live for ever are kept.
     known = _PREDEFINED.get(datatype.handle)
     if known is not None:
         return known
+    try:
+        return _described(datatype)
+    except MPI.Exception as error:
+        null = datatype == MPI.DATATYPE_NULL
+        raise CallError(
+            error.Get_error_class(), f"the datatype is {'null' if null else 'not committed'}"
+        ) from None
+
+
+def _described(datatype: MPI.Datatype) -> Item:
     nbytes = datatype.Get_size()
     _, extent = datatype.Get_extent()
     if not datatype.is_predefined and extent:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicoll.errors import ShortMessageError
+from mpicoll.runtime.faults import CallError
 from mpicoll.schedule.ir import INPUT, OUTPUT, WORK, Copy, Recv, Schedule, Send, Span
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -162,8 +163,10 @@ def _wait(requests: list[MPI.Request], recvs: tuple[Message, ...], step: int, st
     statuses = [MPI.Status() for _ in recvs]
     try:
         MPI.Request.Waitall(requests, statuses)
-    except BaseException:
+    except BaseException as error:
         _drain(requests)
+        if isinstance(error, MPI.Exception):
+            _explain(error, statuses, recvs, f"step {step + 1} of {steps}")
         raise
     for status, (peer, _, start, stop) in zip(statuses, recvs, strict=False):
         if status.count != stop - start:
@@ -171,6 +174,22 @@ def _wait(requests: list[MPI.Request], recvs: tuple[Message, ...], step: int, st
                 f"step {step + 1} of {steps}: {status.count} bytes from rank {peer}, expected "
                 f"{stop - start}; the ranks disagree on count or datatype of this call"
             )
+
+
+def _explain(
+    error: MPI.Exception, statuses: list[MPI.Status], recvs: tuple[Message, ...], where: str
+) -> None:
+    """Raise the error of the first message that failed, where the MPI tells them apart."""
+    if error.Get_error_class() != MPI.ERR_IN_STATUS:
+        return
+    for status, (peer, _, start, stop) in zip(statuses, recvs, strict=False):
+        failed = MPI.Get_error_class(status.error)
+        if failed not in (MPI.SUCCESS, MPI.ERR_PENDING):
+            raise CallError(
+                failed,
+                f"{where}: the message from rank {peer} does not fit the {stop - start} bytes "
+                "expected; the ranks disagree on count or datatype of this call",
+            ) from error
 
 
 def _drain(requests: list[MPI.Request]) -> None:
