@@ -112,6 +112,8 @@ def names(collective: str) -> tuple[str, ...]:
 
 def find(collective: str, name: str) -> Algorithm:
     """Return an algorithm; an unknown name raises AlgorithmError with the known ones."""
+    if collective not in _ALGORITHMS:
+        raise AlgorithmError(f"no collective {collective!r}; known: {', '.join(COLLECTIVES)}")
     try:
         return _ALGORITHMS[collective][name]
     except KeyError:

@@ -95,3 +95,8 @@ def test_docstring(algorithm: Algorithm) -> None:
     for size in (1, 2, 3, 8):
         for label in ("Steps", "Sent"):
             assert algorithm.evaluate(label, P=size, N=12 * size) >= 0
+
+
+def test_unknown_collective_lists_the_known_ones() -> None:
+    with pytest.raises(AlgorithmError, match="no collective 'allreduc'; known: allgather, allred"):
+        find("allreduc", "ring")
