@@ -14,8 +14,9 @@ import reference
 from cover import Cover, Levels
 from exchange import METHODS, Case, Exchange
 from kinds import Bytes, Kind, kinds, operators
-from layouts import DERIVED, IN_PLACE, PLAIN, SAME, VECTORS
+from layouts import IN_PLACE, PLAIN, SAME, VECTORS
 from mpi4py import MPI
+from quirks import DERIVED
 
 from mpicoll import Comm
 from mpicoll.algorithms import find, names

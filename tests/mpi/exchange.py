@@ -248,7 +248,8 @@ class Outcome:
 
     def damage(self) -> str:
         """Return what was written that had to be left alone, or an empty string."""
-        if self.send is not None and not np.array_equal(self.send.memory, self.before):
+        send, before = self.send, self.before
+        if send is not None and before is not None and (send.memory != before).any():
             return "the send buffer has changed"
         if self.recv is not None:
             strayed = self.recv.strayed()

@@ -49,7 +49,8 @@ class Ranks:
         A rank that fails says so at once: the others may be waiting for it in a
         collective, and then nothing but the watchdog ends the run.
         """
-        outcome, result, error = "passed", None, None
+        outcome, result = "passed", None
+        error: BaseException | None = None
         try:
             result = yield
         except pytest.skip.Exception as caught:

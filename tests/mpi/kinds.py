@@ -23,12 +23,13 @@ Rng: TypeAlias = np.random.Generator
 @dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of item. ``places`` are the bytes of its extent that are data, in the order
-    of its signature; ``datatype`` is None for what MPI has no type for."""
+    of its signature; ``datatype`` is None for what MPI has no type for, ``dtype`` (of NumPy)
+    for what NumPy can not compute with."""
 
     name: str
     family: str
     datatype: MPI.Datatype | None
-    dtype: np.dtype[Any] | None
+    dtype: Any
     extent: int
     places: npt.NDArray[np.intp]
 
@@ -106,7 +107,7 @@ def _predefined() -> list[Kind]:
                 if datatype == MPI.DATATYPE_NULL or datatype.Get_size() == 0:
                     continue
                 dtype = np.dtype(code, align=True)
-                known: np.dtype[Any] | None = dtype
+                known: Any = dtype
                 places = np.arange(dtype.itemsize)
                 if dtype.names:
                     fields = [(at, field) for field, at, *_ in dtype.fields.values()]  # type: ignore[union-attr]
@@ -163,18 +164,17 @@ def kinds() -> dict[str, Kind]:
 # -- operators --------------------------------------------------------------------------
 
 
-def _maximum(one: MPI.memory, other: MPI.memory, datatype: MPI.Datatype) -> None:
+def _maximum(one: Any, other: Any, datatype: MPI.Datatype) -> None:
     kind = next(k for k in kinds().values() if k.datatype == datatype)
-    assert kind.dtype is not None
     out = np.frombuffer(other, kind.dtype)
     np.maximum(np.frombuffer(one, kind.dtype), out, out=out)
 
 
-def _first(one: MPI.memory, other: MPI.memory, datatype: MPI.Datatype) -> None:
+def _first(one: Any, other: Any, datatype: MPI.Datatype) -> None:
     other[:] = one
 
 
-def _compose(one: MPI.memory, other: MPI.memory, datatype: MPI.Datatype) -> None:
+def _compose(one: Any, other: Any, datatype: MPI.Datatype) -> None:
     """Compose x -> a x + b, modulo 2**64: associative, exact and not commutative."""
     stride = datatype.Get_extent()[1] // 8
     left, right = (np.frombuffer(one_, np.uint64) for one_ in (one, other))
@@ -183,7 +183,7 @@ def _compose(one: MPI.memory, other: MPI.memory, datatype: MPI.Datatype) -> None
     right[::stride] *= left[::stride]
 
 
-def _append(one: MPI.memory, other: MPI.memory, datatype: MPI.Datatype) -> None:
+def _append(one: Any, other: Any, datatype: MPI.Datatype) -> None:
     """Join traces of ranks: the result says in which order the operands came."""
     left, right = (np.frombuffer(one_, np.uint8).reshape(-1, TRACE) for one_ in (one, other))
     for head, tail in zip(left, right, strict=True):
@@ -273,9 +273,9 @@ def operands(kind: Kind, operator: Operator, count: int, rank: int, rng: Rng) ->
     """Return the dense bytes of ``count`` items that are worth reducing."""
     dtype = kind.dtype
     if kind.family == "trace":
-        items = np.zeros((count, TRACE), np.uint8)
-        items[:, :2] = 1, rank
-        return items.reshape(-1)
+        traces = np.zeros((count, TRACE), np.uint8)
+        traces[:, :2] = 1, rank
+        return traces.reshape(-1)
     if kind.family in ("integer", "character"):
         if operator.name == "AVG":
             return _bytes(rng.integers(0 if dtype.kind == "u" else -15, 15, count).astype(dtype))

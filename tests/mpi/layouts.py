@@ -98,7 +98,7 @@ def _plain(layout: str, kind: Kind, counts: Sequence[int]) -> Side:
 
 def _python(kind: Kind, total: int) -> Side:
     """Use an object of Python itself; canaries have no place there."""
-    code = kind.dtype.char if kind.inferred and kind.dtype is not None else ""
+    code = kind.dtype.char if kind.inferred else ""
     inside = code != "" and code in array.typecodes
     size = total * kind.extent
     owner: Any = array.array(code, bytes(size)) if inside else bytearray(size)
@@ -155,7 +155,7 @@ def _vector(layout: str, kind: Kind, counts: Sequence[int], rng: Rng) -> Side:
         gaps = rng.integers(0, 4, len(counts) + 1)
     if layout == "gaps in items":
         datatype, _, extent = item_type("resized", kind, 1)
-    ends = list(accumulate(int(gaps[i]) + counts[block] for i, block in enumerate(order)))
+    ends = list(accumulate(int(gaps[i]) + counts[int(block)] for i, block in enumerate(order)))
     displs = np.empty(len(counts), np.intp)
     displs[order] = np.array(ends) - np.array(counts)[order]
     memory, inner = _memory((ends[-1] + int(gaps[-1])) * extent)

@@ -103,7 +103,8 @@ def _is_narrow(kind: Kind) -> bool:
 
 
 def _roundoff(dtype: Any) -> float:
-    return float(ml_dtypes.finfo(dtype).eps if dtype.itemsize == 2 else np.finfo(dtype).eps) / 2
+    finfo: Any = ml_dtypes.finfo if dtype.itemsize == 2 else np.finfo
+    return float(finfo(dtype).eps) / 2
 
 
 def _gamma(k: int, u: float) -> float:
@@ -117,9 +118,7 @@ def excess(
 
     ``wide`` holds a 16-bit type to accumulation in float32 and one rounding.
     """
-    dtype = kind.dtype
-    assert dtype is not None
-    u = _roundoff(dtype)
+    u = _roundoff(kind.dtype)
     if operator.name == "PROD":
         got, exact, bound = _product(kind, inputs, result, u, wide)
     else:
@@ -146,7 +145,6 @@ def _sum(
     kind: Kind, inputs: Sequence[Bytes], result: Bytes, u: float, wide: bool, average: bool
 ) -> tuple[Array, Array, Array]:
     """Return result, reference and bound; complex numbers are summed by their parts."""
-    assert kind.dtype is not None
     real = np.dtype(kind.dtype.char.lower()) if kind.family == "complex" else kind.dtype
     values = [_wider(one.view(real)) for one in inputs]
     steps = len(inputs) - 1

@@ -12,8 +12,8 @@ import zlib
 from functools import cache
 
 import pytest
-from cases import Case, algorithms, attempt, cases
-from exchange import METHODS
+from cases import algorithms, attempt, cases
+from exchange import METHODS, Case
 from harness import Ranks
 
 from mpicoll import Comm
@@ -30,11 +30,11 @@ def _cover(method: str, size: int, seed: int) -> list[Case]:
     ("method", "algorithm"),
     [(method, name) for method in METHODS for name in algorithms(method)],
 )
-def test_matrix(
-    method: str, algorithm: str | None, world: Comm, ranks: Ranks, full: bool
-) -> None:
-    every = cases(method, world.size, ranks.seed, full) if full else _cover(
-        method, world.size, ranks.seed
+def test_matrix(method: str, algorithm: str | None, world: Comm, ranks: Ranks, full: bool) -> None:
+    every = (
+        cases(method, world.size, ranks.seed, full)
+        if full
+        else _cover(method, world.size, ranks.seed)
     )
     failures, tried, digest = [], 0, 0
     for case in every:
@@ -43,12 +43,12 @@ def test_matrix(
         wrong, result = attempt(case, world, ranks.seed)
         tried += 1
         if result is not None:
-            digest = zlib.crc32(result, digest)
+            digest = zlib.crc32(result.tobytes(), digest)
         if wrong:
             failures.append(f"{case}: {wrong}")
     assert tried
-    assert not failures, (
-        f"--seed={ranks.seed}: {len(failures)} of {tried} cases\n" + "\n".join(failures[:SHOWN])
+    assert not failures, f"--seed={ranks.seed}: {len(failures)} of {tried} cases\n" + "\n".join(
+        failures[:SHOWN]
     )
     if method == "Allreduce":
         assert len(set(ranks.comm.allgather(digest))) == 1, "the bits differ between ranks"
