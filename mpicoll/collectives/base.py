@@ -29,7 +29,7 @@ def placed(method: _Method) -> _Method:
             return method(self, *args, **keywords)
         except CallError as error:
             where = f"{method.__name__} on rank {self._rank_for_errors()}"
-            raise CallError(error.Get_error_class(), f"{where}: {error.message}") from error
+            raise CallError(error.Get_error_class(), f"{where}: {error.message}") from None
         except (BufferError, KeyError, ShortMessageError, TypeError, ValueError) as error:
             what = error.args[0] if error.args else error
             error.args = (f"{method.__name__} on rank {self._rank_for_errors()}: {what}",)

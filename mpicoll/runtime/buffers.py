@@ -472,7 +472,7 @@ def _memory(data: Any, readonly: bool) -> Memory:
     if not isinstance(data, np.ndarray):
         data = _as_array(data)
     if not data.flags.forc:
-        raise BufferError("message: buffer is not contiguous")
+        raise BufferError("message: buffer is not contiguous; np.ascontiguousarray(x) makes it so")
     if not readonly and not data.flags.writeable:
         raise BufferError("message: buffer is not writable")
     base = data if type(data) is np.ndarray else data.view(np.ndarray)

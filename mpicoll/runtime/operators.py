@@ -349,7 +349,9 @@ def reducer(op: MPI.Op | AverageOp, item: Item, size: int = 1) -> Reducer:
             raise CallError(MPI.ERR_OP, f"{op} has no meaning for {item.name}")
         return _bound(MPI.SUM.handle, *_key(item), size)
     if not isinstance(op, MPI.Op):
-        raise TypeError(f"expected an MPI.Op or mpicoll.AVG, got {type(op).__name__}")
+        raise TypeError(
+            f"expected an MPI.Op such as MPI.SUM, or mpicoll.AVG, got {type(op).__name__}"
+        )
     if item.datatype is None or (op.is_predefined and item.datatype.is_predefined):
         return _bound(op.handle, *_key(item), 0)
     _ask(op, item)

@@ -78,10 +78,11 @@ class Stats:
         self._counts.clear()
 
     def __repr__(self) -> str:
-        rows = [f"{'collective':<26}{'algorithm':<20}{'calls':>8}{'sent B':>14}{'received B':>14}"]
+        heads = f"{'messages':>10}{'sent B':>14}{'received B':>14}"
+        rows = [f"{'collective':<26}{'algorithm':<20}{'calls':>8}{heads}"]
         for (collective, algorithm), counts in sorted(self._counts.items()):
             rows.append(
-                f"{collective:<26}{algorithm:<20}{counts.calls:>8}"
+                f"{collective:<26}{algorithm:<20}{counts.calls:>8}{counts.messages_sent:>10}"
                 f"{counts.bytes_sent:>14}{counts.bytes_received:>14}"
             )
         return "\n".join(rows)

@@ -50,11 +50,14 @@ def gather(environment: Mapping[str, str]) -> dict[str, str]:
 def parse(variables: Mapping[str, str]) -> Settings:
     """Return the settings that ``variables`` make.
 
-    ``MPICOLL_<COLLECTIVE>=name`` chooses an algorithm. A variable that is not known or a
+    ``MPICOLL_<COLLECTIVE>=name`` chooses an algorithm; "auto" or nothing is the automatic
+    choice. A variable that is not known or a
     value that means nothing raises SettingError: a misspelt one must not pass unseen.
     """
     algorithms = []
     for variable, value in sorted(variables.items()):
+        if value in ("", "auto"):
+            continue
         collective = variable.removeprefix(PREFIX).lower()
         if collective not in COLLECTIVES:
             known = ", ".join(PREFIX + name.upper() for name in COLLECTIVES)

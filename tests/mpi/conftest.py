@@ -41,7 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from harness import TIMEOUT_VARIABLE, Ranks
 
     # Taken out of the environment, where mpicoll wants to know every MPICOLL_ variable.
-    timeout = float(os.environ.pop(TIMEOUT_VARIABLE, "120"))
+    # A test of the product may take hours.
+    usual = "86400" if config.getoption("full", False) else "120"
+    timeout = float(os.environ.pop(TIMEOUT_VARIABLE, usual))
     ranks = config.stash[RANKS] = Ranks(config.getoption("seed", None), timeout)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if ranks.rank and reporter is not None:

@@ -161,17 +161,17 @@ def test_error_on_one_rank_does_not_mispair_the_next_call(twin: Comm, collective
     """The last rank refuses its buffer; the root has sent to it. The next call gets its own."""
     last = twin.size - 1
     for value in (1.0, 2.0, 3.0):
-        frozen = value == 1.0 and twin.rank == last and last > 0
-        target = frozen(4) if frozen else np.full(4, POISON)
+        refuses = value == 1.0 and twin.rank == last and last > 0
+        target = frozen(4) if refuses else np.full(4, POISON)
         source = np.full(4 * twin.size, value)
         if collective == "Bcast":
             if twin.rank == 0:
                 target[:] = value
-            error = caught(lambda target=target: twin.Bcast(target, algorithm="binomial"))
+            error = caught(twin.Bcast, target, algorithm="binomial")
         else:
             error = caught(twin.Scatter, source, target, algorithm="linear")
-        assert isinstance(error, BufferError) if frozen else error is None, repr(error)
-        assert frozen or (target == value).all()
+        assert isinstance(error, BufferError) if refuses else error is None, repr(error)
+        assert refuses or (target == value).all()
     works(twin)
 
 

@@ -109,6 +109,7 @@ def test_settings() -> None:
     assert gather(environment) == {"MPICOLL_ALLREDUCE": "ring"}
     assert parse(gather(environment)).algorithm("allreduce") == "ring"
     assert parse({}).algorithm("allreduce") is None
+    assert parse({"MPICOLL_ALLREDUCE": "auto", "MPICOLL_BCAST": ""}) == Settings()
 
 
 @pytest.mark.parametrize(
