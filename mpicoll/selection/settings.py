@@ -21,6 +21,7 @@ SCRIPT_VARIABLES = frozenset(
         "MPICOLL_MPI",
         "MPICOLL_MPIEXEC",
         "MPICOLL_PYTHON",
+        "MPICOLL_TEST_SEED",
         "MPICOLL_TEST_TIMEOUT",
         "MPICOLL_VENV",
     }

@@ -44,10 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # A test of the product may take hours.
     usual = "86400" if config.getoption("full", False) else "120"
     timeout = float(os.environ.pop(TIMEOUT_VARIABLE, usual))
-    ranks = config.stash[RANKS] = Ranks(config.getoption("seed", None), timeout)
+    ranks = config.stash[RANKS] = Ranks(_seed(config), timeout)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if ranks.rank and reporter is not None:
         config.pluginmanager.unregister(reporter)
+
+
+def _seed(config: pytest.Config) -> int | None:
+    """Return the seed that was asked for: by option, else by MPICOLL_TEST_SEED, as CI does."""
+    variable = os.environ.pop("MPICOLL_TEST_SEED", "")
+    given = config.getoption("seed", None)
+    return int(variable) if given is None and variable else given
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
