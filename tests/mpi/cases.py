@@ -172,26 +172,39 @@ def meets(method: str) -> Callable[[str, Any, str, Any], bool]:
     return decide
 
 
-def cases(method: str, size: int, seed: int, full: bool) -> Iterator[Case]:
-    """Yield the cases of a method, numbered.
+def cover(method: str, size: int, seed: int) -> Iterator[Case]:
+    """Yield cases, numbered, in which any two levels of any two factors meet.
 
-    In a cover, kinds that data movement can not tell apart take turns; so do names of
-    the same arithmetic where many ranks make a case dear.
+    Kinds that data movement can not tell apart take turns; so do names of the same
+    arithmetic where many ranks make a case dear.
     """
-    salt = zlib.crc32(method.encode())
     factors = levels(method, size)
     turns: dict[str, Iterator[str]] = {}
     reduces = METHODS[method] in REDUCTIONS
-    if not full and (not reduces or size >= MANY):
+    if not reduces or size >= MANY:
         alike = _alike(_arithmetic if reduces else _movement)
         factors["kind"] = [name for name in alike if name in factors["kind"]]
         turns = {name: cycle(alike[name]) for name in factors["kind"]}
-    cover = Cover(factors, meets(method), seed ^ salt)
-    for number, chosen in enumerate(cover.everything() if full else cover.pairs()):
+    salt = zlib.crc32(method.encode())
+    for number, chosen in enumerate(Cover(factors, meets(method), seed ^ salt).pairs()):
         if chosen["kind"] in turns:
             turn = turns[chosen["kind"]]
-            allowed = (name for name in turn if suits(chosen["operator"], name))
-            chosen["kind"] = next(allowed)
+            chosen["kind"] = next(name for name in turn if suits(chosen["operator"], name))
+        yield Case(method=method, number=salt + number, **chosen)
+
+
+def product(method: str, algorithm: str | None, size: int, seed: int) -> Iterator[Case]:
+    """Yield all cases of one algorithm, numbered, by kind, operator, root and layout.
+
+    Counts, segments and the layout of the receive side are drawn for each.
+    """
+    factors = levels(method, size)
+    factors["algorithm"] = [algorithm]
+    salt = zlib.crc32(f"{method} {algorithm}".encode())
+    every = Cover(factors, meets(method), seed ^ salt).product(
+        ("algorithm", "kind", "operator", "root", "send")
+    )
+    for number, chosen in enumerate(every):
         yield Case(method=method, number=salt + number, **chosen)
 
 

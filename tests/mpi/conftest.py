@@ -2,7 +2,7 @@
 
 All of them are marked mpi, so that without ``--with-mpi`` pytest-mpi skips them; with it
 and without mpiexec they run on one rank. Rank 0 alone reports. Every test is bound to a
-time, ``MPICOLL_TEST_TIMEOUT`` seconds (120); see harness.py.
+time, ``MPICOLL_TEST_TIMEOUT`` seconds (120, with ``--full`` a day); see harness.py.
 """
 
 from __future__ import annotations

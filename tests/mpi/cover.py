@@ -1,10 +1,10 @@
-"""Which combinations of factor levels are tried: a pairwise cover, or the product."""
+"""Which combinations of factor levels are tried: a pairwise cover, or a product."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any, TypeAlias
 
 Levels: TypeAlias = dict[str, Sequence[Any]]
@@ -70,14 +70,18 @@ class Cover:
             wanted -= {_pair(*one, *two) for one, two in combinations(chosen.items(), 2)}
             yield self._named(chosen)
 
-    def everything(self) -> Iterator[dict[str, Any]]:
-        """Yield every combination."""
-        for levels in product(*(range(len(one)) for one in self._levels)):
-            if all(
-                b in self._fits.get((i, a, j), ())
-                for (i, a), (j, b) in combinations(enumerate(levels), 2)
-            ):
-                yield self._named(dict(enumerate(levels)))
+    def product(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield all combinations of some factors, with levels of the others drawn to suit."""
+        factors = [self._names.index(name) for name in names]
+
+        def extend(chosen: dict[int, int], left: list[int]) -> Iterator[dict[str, Any]]:
+            if left:
+                for level in sorted(self._candidates(left[0], chosen)):
+                    yield from extend({**chosen, left[0]: level}, left[1:])
+            elif self._complete(chosen, set()):
+                yield self._named(chosen)
+
+        return extend({}, factors)
 
     def _named(self, chosen: dict[int, int]) -> dict[str, Any]:
         return {name: self._levels[i][chosen[i]] for i, name in enumerate(self._names)}

@@ -2,17 +2,19 @@
 native call on the same inputs.
 
 By default the cases are a cover: any two levels of any two factors meet in one case at
-least. ``--full`` takes the product. A test is one method with one algorithm; it runs all
-of its cases and then reports those that failed.
+least. ``--full`` takes the product of algorithm, datatype, operator, root and layout. A
+test is one method with one algorithm; it runs all of its cases and then reports those
+that failed.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
-from cases import algorithms, attempt, cases
+from cases import algorithms, attempt, cover, product
 from exchange import METHODS, Case
 from harness import Ranks
 
@@ -23,7 +25,7 @@ SHOWN = 12
 
 @cache
 def _cover(method: str, size: int, seed: int) -> list[Case]:
-    return list(cases(method, size, seed, full=False))
+    return list(cover(method, size, seed))
 
 
 @pytest.mark.parametrize(
@@ -31,11 +33,9 @@ def _cover(method: str, size: int, seed: int) -> list[Case]:
     [(method, name) for method in METHODS for name in algorithms(method)],
 )
 def test_matrix(method: str, algorithm: str | None, world: Comm, ranks: Ranks, full: bool) -> None:
-    every = (
-        cases(method, world.size, ranks.seed, full)
-        if full
-        else _cover(method, world.size, ranks.seed)
-    )
+    every: Iterable[Case] = _cover(method, world.size, ranks.seed)
+    if full:
+        every = product(method, algorithm, world.size, ranks.seed)
     failures, tried, digest = [], 0, 0
     for case in every:
         if case.algorithm != algorithm:
