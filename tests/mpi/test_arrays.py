@@ -157,3 +157,12 @@ def test_communicators(kind: str) -> None:
 def test_unknown_operator() -> None:
     with pytest.raises(ValueError, match="unknown operator 'avg'; known: sum, prod"):
         mpicoll.allreduce(1.0, op="avg")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_mean_of_16_bit_floats_does_not_overflow(dtype: Any) -> None:
+    """The sum of these is beyond the type; it is divided before it is rounded."""
+    x = np.full(1000, float(ml_dtypes.finfo(dtype).max) / 2, dtype)
+    for result in (mpicoll.allreduce(x, op="mean"), mpicoll.reduce(x, op="mean")):
+        assert result is None or (result == x).all()
+    assert (mpicoll.reduce_scatter(x, op="mean") == x[0]).all()
