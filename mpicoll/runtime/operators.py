@@ -59,7 +59,7 @@ class Reducer(Protocol):
     ``wide`` says that it sums or multiplies 16-bit floats: a fold of more than two operands
     accumulates in float32 and rounds once. ``finish``, of AVG only, divides a result by
     the number of ranks; a wide fold over ``mean_of`` operands, all there are, divides by
-    itself before it rounds, so that the sum can not overflow.
+    itself before it rounds, so that a sum of float16 can not overflow.
     """
 
     commutative: bool
