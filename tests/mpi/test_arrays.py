@@ -162,7 +162,7 @@ def test_unknown_operator() -> None:
 def test_mean_of_float16_does_not_overflow() -> None:
     """The sum of these is beyond float16, not beyond the float32 that it is divided in.
 
-    bfloat16 reaches as far as float32 does, so there no such room is.
+    bfloat16 reaches as far as float32 does, so its sums have no such room.
     """
     x = np.full(1000, np.finfo(np.float16).max / 2, np.float16)
     for result in (mpicoll.allreduce(x, op="mean"), mpicoll.reduce(x, op="mean")):
