@@ -55,6 +55,15 @@ _QUIRKS: dict[str, list[tuple[str, Callable[[Case, int], bool]]]] = {
     ],
     "Open MPI": [
         (
+            "a long double complex that a fragment of a message splits, at byte 4000 of a Send "
+            "too, arrives wrong in a derived type",
+            lambda case, size: (
+                "LONG_DOUBLE_COMPLEX" in case.kind
+                and case.count > 60
+                and not {case.send, case.recv}.isdisjoint({*DERIVED, "gaps in items"})
+            ),
+        ),
+        (
             "MAX and MIN take the signed MPI_OFFSET for unsigned",
             lambda case, size: case.kind == "OFFSET" and case.operator in ("MAX", "MIN"),
         ),
