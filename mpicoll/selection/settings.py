@@ -6,8 +6,9 @@ judges on every rank, so a wrong value raises the same error everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mpicoll.algorithms import parse_name
 from mpicoll.errors import AlgorithmError, SettingError
@@ -28,11 +29,24 @@ SCRIPT_VARIABLES = frozenset(
 )
 
 
+#: Where dumps of the flight recorder go unless MPICOLL_FLIGHT names another folder.
+FLIGHT = "mpicoll-flight"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was set: (collective, algorithm name) pairs."""
+    """What was set.
+
+    ``algorithms`` are (collective, algorithm name) pairs; ``timeout`` is the limit of a
+    call in seconds, None for none; ``check`` says whether the ranks compare their calls;
+    ``flight`` and ``trace`` are folders, "" for no trace.
+    """
 
     algorithms: tuple[tuple[str, str], ...] = ()
+    timeout: float | None = None
+    check: bool = False
+    flight: str = FLIGHT
+    trace: str = ""
 
     def algorithm(self, collective: str) -> str | None:
         """Return the algorithm set for ``collective``, if any."""
@@ -55,17 +69,48 @@ def parse(variables: Mapping[str, str]) -> Settings:
     choice. A variable that is not known or a
     value that means nothing raises SettingError: a misspelt one must not pass unseen.
     """
-    algorithms = []
+    algorithms: list[tuple[str, str]] = []
+    others: dict[str, Any] = {}
     for variable, value in sorted(variables.items()):
         if value in ("", "auto"):
             continue
-        collective = variable.removeprefix(PREFIX).lower()
-        if collective not in COLLECTIVES:
-            known = ", ".join(PREFIX + name.upper() for name in COLLECTIVES)
-            raise SettingError(f"unknown variable {variable}; known: {known}")
+        name = variable.removeprefix(PREFIX).lower()
         try:
-            parse_name(collective, value)
-            algorithms.append((collective, value))
-        except AlgorithmError as error:
+            if name in COLLECTIVES:
+                parse_name(name, value)
+                algorithms.append((name, value))
+            elif name in _READERS:
+                others[name] = _READERS[name](value)
+            else:
+                known = ", ".join(PREFIX + known.upper() for known in (*COLLECTIVES, *_READERS))
+                raise SettingError(f"unknown variable {variable}; known: {known}")
+        except (AlgorithmError, ValueError) as error:
+            if isinstance(error, SettingError):
+                raise
             raise SettingError(f"{variable}={value}: {error}") from None
-    return Settings(tuple(algorithms))
+    return Settings(tuple(algorithms), **others)
+
+
+def limit(value: float | str) -> float | None:
+    """Return a time limit in seconds; 0 is none. Raise ValueError if it means nothing."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"a time limit is a number of seconds, got {value!r}") from None
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"a time limit is a number of seconds, 0 for none, got {value!r}")
+    return seconds or None
+
+
+def _flag(value: str) -> bool:
+    if value not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return value == "1"
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "timeout": limit,
+    "check": _flag,
+    "flight": str,
+    "trace": str,
+}

@@ -1,0 +1,56 @@
+"""One collective call of this rank, as the flight recorder and the trace keep it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class StageTime(NamedTuple):
+    """When a step of a schedule ran; times are of `time.perf_counter`.
+
+    ``posted`` is when its messages were posted, ``worked`` when the local work beside them was
+    done, ``done`` when the last message was; ``sources`` and ``targets`` are the peers, as ranks
+    of the communicator.
+    """
+
+    step: int
+    posted: float
+    worked: float
+    done: float
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    bytes_received: int
+    bytes_sent: int
+
+
+@dataclass(slots=True)
+class Record:
+    """A call: what it is, how far it is, and when; times are of `time.perf_counter`.
+
+    ``communicator`` is an identity that is equal on all of its ranks; ``sequence`` counts the
+    calls on it from 1. ``form`` is "blocking", "non-blocking" or "persistent". ``count`` are
+    items of this rank's own input (of its output where it has none), ``nbytes`` their bytes;
+    ``root`` is -1 where there is none. ``step`` is the step it is in, from 1 to ``steps``, 0
+    before the first; ``waits`` are the ranks whose messages the step still waits for. ``end``
+    is 0.0 while it runs. ``stages`` is filled only while a trace is taken.
+    """
+
+    communicator: str
+    sequence: int
+    collective: str
+    form: str = "blocking"
+    algorithm: str = ""
+    operator: str = ""
+    dtype: str = ""
+    count: int = 0
+    nbytes: int = 0
+    root: int = -1
+    step: int = 0
+    steps: int = 0
+    waits: tuple[int, ...] = ()
+    start: float = 0.0
+    end: float = 0.0
+    site: str = ""
+    error: str = ""
+    stages: list[StageTime] = field(default_factory=list)
