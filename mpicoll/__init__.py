@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 from mpicoll._version import __version__
 from mpicoll.errors import (
     AlgorithmError,
+    CollectiveTimeout,
+    MismatchError,
     MpicollError,
+    PeerError,
+    PoisonedError,
     ScheduleError,
     SettingError,
     ShortMessageError,
@@ -31,7 +35,10 @@ if TYPE_CHECKING:
         scatter,
     )
     from mpicoll.comm import Cartcomm, Comm, Distgraphcomm, Graphcomm
-    from mpicoll.runtime.operators import AVG
+    from mpicoll.runtime.abort import abort_on_exception
+    from mpicoll.runtime.operators import AVG, create_op
+    from mpicoll.runtime.requests import Prequest, Request
+    from mpicoll.runtime.trace import trace_region
 
 # Names that need mpi4py are loaded when first used, so that schedules can be built,
 # proven and drawn on a machine that has no MPI.
@@ -41,38 +48,52 @@ _LAZY = {
     "Comm": "mpicoll.comm",
     "Distgraphcomm": "mpicoll.comm",
     "Graphcomm": "mpicoll.comm",
+    "Prequest": "mpicoll.runtime.requests",
+    "Request": "mpicoll.runtime.requests",
+    "abort_on_exception": "mpicoll.runtime.abort",
     "allgather": "mpicoll.arrays",
     "allreduce": "mpicoll.arrays",
     "alltoall": "mpicoll.arrays",
     "barrier": "mpicoll.arrays",
     "broadcast": "mpicoll.arrays",
+    "create_op": "mpicoll.runtime.operators",
     "gather": "mpicoll.arrays",
     "reduce": "mpicoll.arrays",
     "reduce_scatter": "mpicoll.arrays",
     "scatter": "mpicoll.arrays",
+    "trace_region": "mpicoll.runtime.trace",
 }
 
 __all__ = [
     "AVG",
     "AlgorithmError",
     "Cartcomm",
+    "CollectiveTimeout",
     "Comm",
     "Distgraphcomm",
     "Graphcomm",
+    "MismatchError",
     "MpicollError",
+    "PeerError",
+    "PoisonedError",
+    "Prequest",
+    "Request",
     "ScheduleError",
     "SettingError",
     "ShortMessageError",
     "__version__",
+    "abort_on_exception",
     "allgather",
     "allreduce",
     "alltoall",
     "barrier",
     "broadcast",
+    "create_op",
     "gather",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "trace_region",
 ]
 
 

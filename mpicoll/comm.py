@@ -1,11 +1,16 @@
 """`Comm`: an mpi4py communicator whose collectives are ours.
 
-Signatures, buffer specifications and error classes are mpi4py's. Three keywords are
+Signatures, buffer specifications and error classes are mpi4py's. Every collective has its
+three forms, such as ``Allreduce``, ``Iallreduce`` and ``Allreduce_init``. Four keywords are
 added, which must agree on all ranks:
 
 - ``algorithm``: the name of an algorithm; an unknown or unfit one raises AlgorithmError;
 - ``segment``: the most bytes of a pipelined piece, 0 for no cutting;
-- ``order``: "rank" gives the bits of a left-to-right reduction over ranks (reductions).
+- ``order``: "rank" gives the bits of a left-to-right reduction over ranks (reductions);
+- ``timeout``: the time limit in seconds, 0 for none, in place of the communicator's.
+
+Methods of objects (``bcast``, ``allreduce`` and their kin), the making of communicators
+and `Free` have no non-blocking form in the MPI, and so no time limit.
 
 Bad arguments raise before anything is sent and leave every buffer as it was. Where ranks
 must first agree on counts (reduce-scatter without ``recvcounts``, gatherv and scatterv by
@@ -15,17 +20,20 @@ trees) that agreement goes before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import wraps
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from mpi4py import MPI
 
 from mpicoll.collectives.movement import Movement
 from mpicoll.collectives.reductions import Reductions
 from mpicoll.runtime.link import Link, attach
+from mpicoll.selection.settings import limit
 
 
-class Comm(Movement, Reductions, MPI.Intracomm):
+# The requests of non-blocking collectives are ours and not the MPI's: mypy must let it pass.
+class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
     """An intracommunicator whose collectives are mpicoll's.
 
     ``mpicoll.Comm(MPI.COMM_WORLD)`` wraps; it shares the handle, so point-to-point
@@ -34,12 +42,26 @@ class Comm(Movement, Reductions, MPI.Intracomm):
     the topology constructors return wrapped communicators; what `Create_from_group` and
     the merge of an intercommunicator return has to be wrapped.
 
-    Raises TypeError for anything but an intracommunicator, SettingError (on every rank)
-    when an ``MPICOLL_`` variable on rank 0 is wrong.
+    ``timeout`` (seconds, 0 for none) is the time limit of every call on it, ``check=True``
+    makes the ranks compare their calls, ``progress="thread"`` drives non-blocking calls by
+    a thread; all ranks must pass the same. What is left out stays as it is: as the
+    environment has it, or the communicator that this one is derived from.
+
+    Raises TypeError for anything but an intracommunicator; SettingError, on every rank,
+    when an ``MPICOLL_`` variable on rank 0 is wrong or an MPI without
+    MPI_THREAD_MULTIPLE can not have the thread; ValueError for a limit that is none.
     """
 
-    def __new__(cls, comm: MPI.Comm | None = None) -> Comm:
+    def __new__(
+        cls,
+        comm: MPI.Comm | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool | None = None,
+        progress: Literal["thread"] | None = None,
+    ) -> Comm:
         """Wrap ``comm``; without one make a null communicator, as mpi4py does."""
+        wishes = _wishes(timeout, check, progress)
         if not (comm is None or isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
             raise TypeError(
                 f"Comm wraps intracommunicators, got {type(comm).__name__}; an "
@@ -51,7 +73,9 @@ class Comm(Movement, Reductions, MPI.Intracomm):
         base: Any = next(one for one in cls.__mro__ if one.__module__ == MPI.__name__)
         new = cast("Comm", base.__new__(cls, comm))
         if comm is not None and new != MPI.COMM_NULL:
-            new.__dict__["_mpicoll_link"] = attach(new)
+            link = new.__dict__["_mpicoll_link"] = attach(new)
+            if wishes:
+                link.apply(replace(link.settings, **wishes))
         return new
 
     def _adopt(self, comm: MPI.Intracomm) -> Any:
@@ -62,14 +86,31 @@ class Comm(Movement, Reductions, MPI.Intracomm):
         return Comm(comm)
 
     def Free(self) -> None:
-        """Free the communicator and the duplicate behind it; collective."""
+        """Free the communicator and the duplicate behind it; collective.
+
+        What is in flight on it is completed first. After a time-out it does nothing:
+        ranks that are gone could not take part.
+        """
+        link = self.__dict__.get("_mpicoll_link")
+        if isinstance(link, Link) and link.poison:
+            return
         super().Free()
         self.__dict__.pop("_mpicoll_link", None)
 
-    def _count_native(self, name: str) -> None:
-        link = self.__dict__.get("_mpicoll_link")
-        if isinstance(link, Link):
-            link.stats.add((name, "native"))
+    def _native(self, native: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Call a method that stays the MPI's own, and count it.
+
+        Under a time limit it runs as its non-blocking form, where the MPI has one.
+        """
+        link, name = self._link, native.__name__
+        link.stats.add((name, "native"))
+        if link.watched:
+            link.learn()
+        begin = getattr(MPI.Topocomm, f"I{name[:1].lower()}{name[1:]}", None)
+        if link.settings.timeout is None or begin is None or name[0].islower():
+            return native(self, *args, **keywords)
+        link.wait_native(name, begin(self, *args, **keywords))
+        return None
 
     # -- constructors -----------------------------------------------------------------
 
@@ -128,7 +169,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):
         return self._adopt(super().Create_dist_graph_adjacent(*args, **keywords))
 
 
-class Cartcomm(MPI.Cartcomm, Comm):
+class Cartcomm(MPI.Cartcomm, Comm):  # type: ignore[misc]
     """A Cartesian communicator whose collectives are mpicoll's."""
 
     def Sub(self, remain_dims: Sequence[bool]) -> Any:
@@ -136,12 +177,26 @@ class Cartcomm(MPI.Cartcomm, Comm):
         return self._adopt(super().Sub(remain_dims))
 
 
-class Graphcomm(MPI.Graphcomm, Comm):
+class Graphcomm(MPI.Graphcomm, Comm):  # type: ignore[misc]
     """A graph communicator whose collectives are mpicoll's."""
 
 
-class Distgraphcomm(MPI.Distgraphcomm, Comm):
+class Distgraphcomm(MPI.Distgraphcomm, Comm):  # type: ignore[misc]
     """A distributed-graph communicator whose collectives are mpicoll's."""
+
+
+def _wishes(timeout: float | None, check: bool | None, progress: str | None) -> dict[str, Any]:
+    """Return the settings that a wrap asks for."""
+    wishes: dict[str, Any] = {}
+    if timeout is not None:
+        wishes["timeout"] = limit(timeout)
+    if check is not None:
+        wishes["check"] = bool(check)
+    if progress is not None:
+        if progress != "thread":
+            raise ValueError(f"progress={progress!r}; known: None, 'thread'")
+        wishes["progress"] = progress
+    return wishes
 
 
 def _counted(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,8 +204,7 @@ def _counted(native: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(native)
     def method(self: Comm, *args: Any, **keywords: Any) -> Any:
-        self._count_native(native.__name__)
-        return native(self, *args, **keywords)
+        return self._native(native, args, keywords)
 
     return method
 
@@ -160,17 +214,8 @@ _CLASSES: dict[int, type[Comm]] = {
     MPI.GRAPH: Graphcomm,
     MPI.DIST_GRAPH: Distgraphcomm,
 }
-_OURS = (
-    *("Allgather", "Allgatherv", "Allreduce", "Alltoall", "Alltoallv", "Alltoallw", "Barrier"),
-    *("Bcast", "Exscan", "Gather", "Gatherv", "Reduce", "Reduce_scatter"),
-    *("Reduce_scatter_block", "Scan", "Scatter", "Scatterv"),
-)
 _PICKLED = ("allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan")
-for _name in (
-    *(f"I{name.lower()}" for name in _OURS),
-    *(f"{name}_init" for name in _OURS),
-    *(*_PICKLED, "scatter"),
-):
+for _name in (*_PICKLED, "scatter"):
     setattr(Comm, _name, _counted(getattr(MPI.Intracomm, _name)))
 for _class in _CLASSES.values():
     for _name in dir(MPI.Topocomm):

@@ -30,18 +30,32 @@ class Advice(NamedTuple):
 
 
 @click.command()
+@click.option(
+    "--flight",
+    "folder",
+    metavar="DIR",
+    help="Say what the dumps of the flight recorder in DIR mean: who is behind, at which call.",
+)
 @json_option
-def doctor(json_file: str | None) -> None:
+def doctor(folder: str | None, json_file: str | None) -> None:
     """Show the environment on one page, and what is wrong with it.
 
     \b
       mpicoll doctor                    MPI, versions, variables
       mpiexec -n 8 mpicoll doctor       also: do the ranks see each other, where do they run?
       srun -n 64 mpicoll doctor --json doctor.json
+      mpicoll doctor --flight mpicoll-flight    who hangs? reads the dumps of all ranks
 
     MPI and launcher, thread level, ranks per node, binding, oversubscription, variables and
     the settings they make, versions, kernels. Exit status 1 if something is wrong.
     """
+    if folder is not None:
+        # Needs no MPI, and no world: the job that is looked at may still hang.
+        from mpicoll.cli.flight import report
+
+        report(folder, json_file)
+        return
+
     from mpicoll.cli.facts import gather_facts, kernels
 
     variables = gather(os.environ)

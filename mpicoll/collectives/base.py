@@ -1,51 +1,191 @@
-"""What all collectives of a communicator share: its link, the call's tag, agreements."""
+"""What all collectives of a communicator share: their three forms, and agreements.
+
+A collective is written once, as a planner: a method that parses the arguments of one call
+and returns a `Plan`, or, where ranks have to agree on something first, a generator that
+yields what has to run for that and returns the plan. `forms` makes the blocking, the
+non-blocking and the persistent method of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast
+import inspect
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.algorithms import find
-from mpicoll.errors import ShortMessageError
+from mpicoll.errors import MpicollError
+from mpicoll.runtime import agreement, progress
+from mpicoll.runtime.executor import Execution
 from mpicoll.runtime.faults import CallError
-from mpicoll.runtime.link import Link, attach
+from mpicoll.runtime.link import Link, Opened, attach
+from mpicoll.runtime.operators import operator_name
+from mpicoll.runtime.plan import Plan
+from mpicoll.runtime.requests import Prequest, Request, request_for
 from mpicoll.runtime.stats import Stats
 from mpicoll.schedule.ir import Call
-from mpicoll.selection.choose import Choice, Wanted
+from mpicoll.selection.choose import Choice, OrderWish, Wanted
+from mpicoll.selection.settings import limit
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+Planning: TypeAlias = Plan | Generator[Execution, None, Plan]
+_P = ParamSpec("_P")
+_C = TypeVar("_C", bound="Base")
 
 
-def placed(method: _Method) -> _Method:
-    """Add the method and the rank to what bad arguments raise; keep the class."""
+class Options(TypedDict, total=False):
+    """The keywords that mpicoll adds to a collective.
 
-    @wraps(method)
-    def placed(self: Base, *args: Any, **keywords: Any) -> Any:
-        try:
-            return method(self, *args, **keywords)
-        except CallError as error:
-            where = f"{method.__name__} on rank {self._rank_for_errors()}"
-            raise CallError(error.Get_error_class(), f"{where}: {error.message}") from None
-        except (BufferError, KeyError, ShortMessageError, TypeError, ValueError) as error:
-            what = error.args[0] if error.args else error
-            error.args = (f"{method.__name__} on rank {self._rank_for_errors()}: {what}",)
-            raise
+    ``algorithm`` names one; ``segment`` is the most bytes of a pipelined piece, 0 for no
+    cutting; ``timeout`` is the time limit in seconds, 0 for none, in place of the
+    communicator's.
+    """
 
-    return cast(_Method, placed)
+    algorithm: str | None
+    segment: int | None
+    timeout: float | None
+
+
+class OrderedOptions(Options, total=False):
+    """Those of a reduction; ``order`` "rank" gives the bits of a sum from rank 0 to the last."""
+
+    order: OrderWish
+
+
+def place(error: BaseException, name: str, rank: str) -> BaseException:
+    """Return an error with the method and the rank in what it says; keep the class."""
+    where = f"{name} on rank {rank}"
+    if isinstance(error, CallError):
+        return CallError(error.Get_error_class(), f"{where}: {error.message}")
+    if isinstance(error, (BufferError, KeyError, MpicollError, TypeError, ValueError)):
+        what = error.args[0] if error.args else error
+        error.args = (f"{where}: {what}",)
+    return error
+
+
+def forms(
+    planner: Callable[Concatenate[_C, Opened, _P], Planning],
+) -> tuple[
+    Callable[Concatenate[_C, _P], None],
+    Callable[Concatenate[_C, _P], Request],
+    Callable[..., Prequest],
+]:
+    """Return the blocking, the non-blocking and the persistent method of a planner.
+
+    A planner ``_allreduce`` gives ``Allreduce``, ``Iallreduce`` and ``Allreduce_init``.
+    """
+    collective = planner.__name__[1:]
+    name = collective.capitalize()
+    known = _options(planner)
+    signature = _signature(planner, known)
+    accepted = frozenset(signature.parameters)
+
+    def plan(self: Base, opened: Opened, args: Any, options: dict[str, Any]) -> Planning:
+        if options.keys() - accepted:
+            unknown = ", ".join(sorted(options.keys() - accepted))
+            raise TypeError(f"unexpected keyword argument {unknown}; known: {', '.join(known)}")
+        planned: Planning = cast(Any, planner)(self, opened, *args, **options)
+        return planned
+
+    def blocking(self: Base, *args: Any, **options: Any) -> None:
+        link = self._link
+        opened = link.open(collective)
+        time_limit = self._limit(options, opened, name)
+        if link.plain and time_limit is None and not progress.busy():
+            # The usual case, without what the others need. It does what `_course` does.
+            try:
+                planned = plan(self, opened, args, options)
+                if isinstance(planned, Plan):
+                    link.run(planned, opened.record)
+                    link.closed(opened.record, None)
+                    return
+            except BaseException as error:
+                raised = place(error, name, self._rank_for_errors())
+                link.closed(opened.record, raised)
+                raise raised.with_traceback(error.__traceback__) from None
+            course = self._course(lambda: planned, name, opened, {})
+        else:
+            given = _given(planner, args, options) if link.settings.check else {}
+            course = self._course(lambda: plan(self, opened, args, options), name, opened, given)
+        progress.Operation(link, opened.record, course).wait(time_limit)
+
+    def nonblocking(self: Base, *args: Any, **options: Any) -> Request:
+        opened = self._link.open(collective, "non-blocking")
+        time_limit = self._limit(options, opened, f"I{collective}")
+        given = _given(planner, args, options) if self._link.settings.check else {}
+        course = self._course(
+            lambda: plan(self, opened, args, options), f"I{collective}", opened, given
+        )
+        operation = progress.Operation(self._link, opened.record, course)
+        request = request_for(operation, time_limit)
+        progress.launch(operation)
+        if operation.error is not None and not operation.begun:
+            raise operation.error  # refused: nothing was started
+        return request
+
+    def persistent(self: Base, *args: Any, **options: Any) -> Prequest:
+        args = args[:-1] if args and isinstance(args[-1], MPI.Info) else args
+        options.pop("info", None)
+        opened = self._link.open(collective, "persistent")
+        time_limit = self._limit(options, opened, f"{name}_init")
+        given = _given(planner, args, options) if self._link.settings.check else {}
+        return self._prepare(
+            lambda: plan(self, opened, args, options), f"{name}_init", opened, given, time_limit
+        )
+
+    for method, called, summary in (
+        (blocking, name, ""),
+        (nonblocking, f"I{collective}", f"Start `{name}` and return its request."),
+        (persistent, f"{name}_init", f"Prepare `{name}` and return its persistent request."),
+    ):
+        method.__name__ = called
+        method.__qualname__ = f"Comm.{called}"
+        method.__module__ = planner.__module__
+        method.__doc__ = summary or planner.__doc__
+        cast(Any, method).__signature__ = signature
+    made: Any = (blocking, nonblocking, persistent)
+    return made  # type: ignore[no-any-return]
+
+
+def _options(planner: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the keywords that a planner takes behind its arguments."""
+    annotation = planner.__annotations__.get("options", "")
+    kind = OrderedOptions if "Ordered" in str(annotation) else Options
+    return tuple(kind.__annotations__)
+
+
+def _signature(planner: Callable[..., Any], known: tuple[str, ...]) -> inspect.Signature:
+    """Return what `help` shows: mpi4py's arguments, then the keywords."""
+    arguments = [
+        one
+        for one in inspect.signature(planner).parameters.values()
+        if one.name not in ("opened", "options")
+    ]
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in known
+    ]
+    return inspect.Signature([*arguments, *keywords])
+
+
+def _given(planner: Callable[..., Any], args: Any, options: dict[str, Any]) -> dict[str, str]:
+    """Return the arguments that all ranks must pass alike, in words."""
+    given = {"call": planner.__name__[1:].capitalize()}
+    try:
+        bound = inspect.signature(planner).bind(None, None, *args, **options)
+    except TypeError:
+        return given  # the planner raises it again, where it is handled
+    for name in ("root", "op", *_options(planner)):
+        value = bound.arguments.get(name, options.get(name))
+        if value is not None and name != "timeout":
+            given[name] = operator_name(value) if name == "op" else str(value)
+    return given
 
 
 def in_place(buffer: object) -> bool:
     """Whether a buffer argument says in place; mpi4py takes None for that, too."""
     return buffer is None or buffer is MPI.IN_PLACE
-
-
-def end(finish: Callable[[], None] | None) -> None:
-    if finish is not None:
-        finish()
 
 
 class Base:
@@ -74,32 +214,107 @@ class Base:
         comm = cast(MPI.Intracomm, self)
         return str(comm.Get_rank()) if comm != MPI.COMM_NULL else "?"
 
-    def _begin(self, root: int = 0) -> int:
-        """Consume a sequence number, then refuse a wrong root; return the call's tag."""
-        link = self._link
-        tag = link.next_tag()
-        if not 0 <= root < link.size:
-            raise CallError(
-                MPI.ERR_ROOT, f"root {root!r}, expected a rank from 0 to {link.size - 1}"
-            )
-        return tag
+    def _limit(self, options: dict[str, Any], opened: Opened, name: str) -> float | None:
+        """Return the time limit of a call, which is taken out of its keywords."""
+        given = options.pop("timeout", None)
+        if given is None:
+            return self._link.settings.timeout
+        try:
+            return limit(given)
+        except ValueError as error:
+            place(error, name, self._rank_for_errors())
+            self._link.closed(opened.record, error)
+            raise
+
+    def _course(
+        self,
+        make: Callable[[], Planning],
+        name: str,
+        opened: Opened,
+        given: dict[str, str],
+    ) -> progress.Course:
+        """Yield all that a call has to run, from its planning to its end."""
+        try:
+            plan = yield from self._planned(make, opened, given)
+            yield from self._link.course(plan, opened.record)
+        except Exception as error:
+            raised = place(error, name, self._rank_for_errors())
+            raise raised.with_traceback(error.__traceback__) from None
+        finally:
+            opened.release()
+
+    def _planned(
+        self, make: Callable[[], Planning], opened: Opened, given: dict[str, str]
+    ) -> Generator[Execution, None, Plan]:
+        """Yield what has to run before there is a plan, and return the plan."""
+        if self._link.settings.check:
+            return (yield from agreement.checked(self._link, opened, given, make))
+        planned = make()
+        return planned if isinstance(planned, Plan) else (yield from planned)
+
+    def _prepare(
+        self,
+        make: Callable[[], Planning],
+        name: str,
+        opened: Opened,
+        given: dict[str, str],
+        time_limit: float | None,
+    ) -> Prequest:
+        """Plan a persistent collective and set it up."""
+        link, first = self._link, opened.record
+        tag = link.tags.take_plan()  # before anything can fail: all ranks take one
+        plans: list[Plan] = []
+
+        def planning() -> progress.Course:
+            try:
+                plans.append((yield from self._planned(make, opened, given)))
+            except Exception as error:
+                link.tags.give_plan(tag)
+                opened.release()
+                raised = place(error, name, self._rank_for_errors())
+                raise raised.with_traceback(error.__traceback__) from None
+
+        progress.Operation(link, first, planning()).wait(time_limit)
+        plan = plans[0]
+        plan.tag = tag
+        execution = link.prepare(plan, replace(first))
+
+        def start() -> progress.Operation:
+            record = link.reopen(first)
+            operation = progress.Operation(link, record, link.again(plan, execution, record))
+            progress.launch(operation)
+            return operation
+
+        def free() -> None:
+            execution.free()
+            opened.release()
+            link.tags.give_plan(tag)
+
+        return Prequest(start, free, time_limit)
+
+    def _root(self, root: int) -> None:
+        """Refuse a root that is no rank."""
+        size = self._link.size
+        if not 0 <= root < size:
+            raise CallError(MPI.ERR_ROOT, f"root {root!r}, expected a rank from 0 to {size - 1}")
 
     def _choose(
         self,
         collective: str,
-        algorithm: str | None,
-        segment: int | None,
+        options: Options,
         nbytes: int | None = None,
         uniform: bool = True,
     ) -> Choice:
         wanted = Wanted(collective, self._link.size, nbytes, uniform=uniform)
-        return self._link.choose(wanted, algorithm, segment)
+        return self._link.choose(wanted, options.get("algorithm"), options.get("segment"))
 
-    def _agree(self, own: int, tag: int) -> tuple[int, ...]:
+    def _agree(self, own: int, opened: Opened) -> Generator[Execution, None, tuple[int, ...]]:
         """Return the numbers that all ranks pass, in rank order."""
         link = self._link
         numbers = np.empty(link.size, np.int64)
         schedule = find("allgather", "bruck").build(Call(link.rank, link.size, (1,) * link.size))
         source = np.array([own], np.int64)
-        link.exchange(schedule, tag, source.view(np.uint8), numbers.view(np.uint8), "bruck")
+        tag = opened.tag(opened.record.collective, "agree")
+        memory = (source.view(np.uint8), numbers.view(np.uint8))
+        yield from link.exchange(schedule, tag, *memory, opened.record, "bruck")
         return tuple(numbers.tolist())

@@ -6,247 +6,227 @@ Elements of their schedules are items of the datatype, which all ranks must shar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicoll.collectives.base import Base, end, in_place, placed
-from mpicoll.runtime.buffers import Buffer, check_aliasing, parse_recv, parse_send
+from mpicoll.collectives.base import Base, Options, OrderedOptions, Planning, forms, in_place
+from mpicoll.runtime.buffers import Buffer, Chore, check_aliasing, parse_recv, parse_send
 from mpicoll.runtime.executor import Bytes
 from mpicoll.runtime.faults import CallError
-from mpicoll.runtime.link import EMPTY
-from mpicoll.runtime.operators import AverageOp, Reducer, reducer
+from mpicoll.runtime.link import Opened, programmed
+from mpicoll.runtime.operators import AverageOp, Reducer, operator_name, reducer
+from mpicoll.runtime.plan import EMPTY, Plan
+from mpicoll.schedule.contracts import ROOTED
 from mpicoll.schedule.ir import Call
-from mpicoll.selection.choose import Choice, OrderWish, Wanted
+from mpicoll.selection.choose import Choice, Wanted
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Reductions(Base):
     """The collectives that reduce; mixed into `mpicoll.Comm`."""
 
-    @placed
-    def Reduce(
+    def _reduce(
         self,
+        opened: Opened,
         sendbuf: Any,
         recvbuf: Any,
         op: MPI.Op | AverageOp = MPI.SUM,
         root: int = 0,
-        *,
-        algorithm: str | None = None,
-        segment: int | None = None,
-        order: OrderWish = None,
-    ) -> None:
+        **options: Unpack[OrderedOptions],
+    ) -> Planning:
         """Reduce the vectors of all ranks to the root."""
-        tag = self._begin(root)
+        self._root(root)
         send: Buffer | None
         recv: Buffer | None
         if self._link.rank == root:
-            recv, send = _reduction_sides(sendbuf, recvbuf)
+            recv, send = _sides(sendbuf, recvbuf)
         else:
             recv, send = None, parse_send(sendbuf)
-        self._reduce(tag, "reduce", send, recv, op, root, algorithm, segment, order)
+        return self._reduced(opened, "reduce", send, recv, op, root, options)
 
-    @placed
-    def Allreduce(
+    Reduce, Ireduce, Reduce_init = forms(_reduce)
+
+    def _allreduce(
         self,
+        opened: Opened,
         sendbuf: Any,
         recvbuf: Any,
         op: MPI.Op | AverageOp = MPI.SUM,
-        *,
-        algorithm: str | None = None,
-        segment: int | None = None,
-        order: OrderWish = None,
-    ) -> None:
+        **options: Unpack[OrderedOptions],
+    ) -> Planning:
         """Reduce the vectors of all ranks, and give the result to all; same bits on all."""
-        tag = self._begin()
-        recv, send = _reduction_sides(sendbuf, recvbuf)
-        self._reduce(tag, "allreduce", send, recv, op, 0, algorithm, segment, order)
+        recv, send = _sides(sendbuf, recvbuf)
+        return self._reduced(opened, "allreduce", send, recv, op, 0, options)
 
-    @placed
-    def Scan(
+    Allreduce, Iallreduce, Allreduce_init = forms(_allreduce)
+
+    def _scan(
         self,
+        opened: Opened,
         sendbuf: Any,
         recvbuf: Any,
         op: MPI.Op = MPI.SUM,
-        *,
-        algorithm: str | None = None,
-        segment: int | None = None,
-    ) -> None:
+        **options: Unpack[Options],
+    ) -> Planning:
         """Reduce the vectors of ranks 0 to r on each rank r."""
-        tag = self._begin()
-        recv, send = _reduction_sides(sendbuf, recvbuf)
-        self._reduce(tag, "scan", send, recv, _no_average(op), 0, algorithm, segment, None)
+        recv, send = _sides(sendbuf, recvbuf)
+        return self._reduced(opened, "scan", send, recv, _no_average(op), 0, options)
 
-    @placed
-    def Exscan(
+    Scan, Iscan, Scan_init = forms(_scan)
+
+    def _exscan(
         self,
+        opened: Opened,
         sendbuf: Any,
         recvbuf: Any,
         op: MPI.Op = MPI.SUM,
-        *,
-        algorithm: str | None = None,
-        segment: int | None = None,
-    ) -> None:
+        **options: Unpack[Options],
+    ) -> Planning:
         """Reduce the vectors of ranks 0 to r - 1 on each rank r; rank 0 keeps its buffer."""
-        tag = self._begin()
-        recv, send = _reduction_sides(sendbuf, recvbuf)
-        self._reduce(tag, "exscan", send, recv, _no_average(op), 0, algorithm, segment, None)
+        recv, send = _sides(sendbuf, recvbuf)
+        return self._reduced(opened, "exscan", send, recv, _no_average(op), 0, options)
 
-    def _reduce(
+    Exscan, Iexscan, Exscan_init = forms(_exscan)
+
+    def _reduced(
         self,
-        tag: int,
+        opened: Opened,
         collective: str,
         send: Buffer | None,
         recv: Buffer | None,
         op: MPI.Op | AverageOp,
         root: int,
-        algorithm: str | None,
-        segment: int | None,
-        order: OrderWish,
-    ) -> None:
-        """Run a reduction of whole vectors; ``send`` None means in place."""
+        options: OrderedOptions | Options,
+    ) -> Plan:
+        """Plan a reduction of whole vectors; ``send`` None means in place."""
         link = self._link
+        opened.hold(send, recv)
         given = recv if send is None else send
         assert given is not None
         reduction = reducer(op, given.item, link.size)
-        choice = self._choose_reduction(
-            collective, reduction, sum(given.counts), algorithm, segment, order
-        )
-        source = given.source()
-        target, finish = (EMPTY, None) if recv is None else recv.target()
+        count = sum(given.counts)
+        choice = self._choose_reduction(collective, reduction, count, options)
+        source, load = given.source()
+        target, finish = EMPTY, None
+        if recv is not None:
+            target, _, finish = recv.target()
         alias = 0 if send is None and finish is None else None
-        call = Call(
-            link.rank, link.size, (sum(given.counts),), root, _items(choice, reduction.item_bytes)
-        )
-        link.run(
-            choice,
-            call,
-            tag,
-            item_bytes=reduction.item_bytes,
-            source=source,
-            target=target,
-            reduction=reduction,
-            alias=alias,
-        )
-        if recv is None or (collective == "exscan" and link.rank == 0):
-            return
-        _divide(reduction, choice, target, link.size)
-        end(finish)
+        call = Call(link.rank, link.size, (count,), root, _items(choice, reduction.item_bytes))
+        plan = self._folded(opened, choice, call, op, given, reduction, source, target)
+        plan.alias = alias
+        plan.loads = (load,)
+        if recv is not None and not (collective == "exscan" and link.rank == 0):
+            plan.finishes = (_division(reduction, choice, target, link.size), finish)
+        return plan
 
-    @placed
-    def Reduce_scatter_block(
+    def _reduce_scatter_block(
         self,
+        opened: Opened,
         sendbuf: Any,
         recvbuf: Any,
         op: MPI.Op | AverageOp = MPI.SUM,
-        *,
-        algorithm: str | None = None,
-        segment: int | None = None,
-        order: OrderWish = None,
-    ) -> None:
+        **options: Unpack[OrderedOptions],
+    ) -> Planning:
         """Reduce the vectors of all ranks, and leave block r of the result on rank r."""
-        tag = self._begin()
+        size = self._link.size
         if in_place(sendbuf):
-            send, recv = None, parse_recv(recvbuf, blocks=self._link.size)
-            counts = recv.counts
-        else:
-            recv = parse_recv(recvbuf)
-            send = parse_send(sendbuf, blocks=self._link.size)
-            _same_items(send, recv)
-            if send.count != recv.count:
-                raise ValueError(
-                    f"mismatch in send count {send.count} per block and receive count {recv.count}"
-                )
-            counts = send.counts
-            if check_aliasing(send, recv):
-                recv = parse_recv(sendbuf, blocks=self._link.size)
-                send = None
-        self._reduce_scatter(tag, send, recv, counts, op, algorithm, segment, order)
+            recv = parse_recv(recvbuf, blocks=size)
+            return self._scattered(opened, None, recv, recv.counts, op, options)
+        recv = parse_recv(recvbuf)
+        send = parse_send(sendbuf, blocks=size)
+        _same_items(send, recv)
+        if send.count != recv.count:
+            raise ValueError(
+                f"mismatch in send count {send.count} per block and receive count {recv.count}"
+            )
+        counts = send.counts
+        if _in_place_by_address(send, recv):
+            return self._scattered(
+                opened, None, parse_recv(sendbuf, blocks=size), counts, op, options
+            )
+        return self._scattered(opened, send, recv, counts, op, options)
 
-    @placed
-    def Reduce_scatter(
+    Reduce_scatter_block, Ireduce_scatter_block, Reduce_scatter_block_init = forms(
+        _reduce_scatter_block
+    )
+
+    def _reduce_scatter(
         self,
+        opened: Opened,
         sendbuf: Any,
         recvbuf: Any,
         recvcounts: Sequence[int] | None = None,
         op: MPI.Op | AverageOp = MPI.SUM,
-        *,
-        algorithm: str | None = None,
-        segment: int | None = None,
-        order: OrderWish = None,
-    ) -> None:
+        **options: Unpack[OrderedOptions],
+    ) -> Planning:
         """Reduce the vectors of all ranks, and leave block r, of any length, on rank r.
 
         Without ``recvcounts`` the ranks agree on the counts of their receive buffers.
         """
-        tag = self._begin()
         link = self._link
         recv = parse_recv(recvbuf)
         send = None if in_place(sendbuf) else parse_send(sendbuf)
-        if send is not None and check_aliasing(send, recv):
-            send = None
+        own = recv.count
+        if send is not None:
+            _same_items(send, recv)
+            if _in_place_by_address(send, recv):
+                send, recv = None, parse_recv(sendbuf)
+        elif recvcounts is None:
+            raise ValueError("recvcounts is needed when the reduction is in place")
         if recvcounts is None:
-            if send is None:
-                raise ValueError("recvcounts is needed when the reduction is in place")
-            counts = self._agree(recv.count, tag)
+            counts = yield from self._agree(own, opened)
         else:
-            counts = tuple(index(count) for count in recvcounts)
+            counts = tuple([index(count) for count in recvcounts])
         if len(counts) != link.size:
             raise ValueError(f"{len(counts)} receive counts for {link.size} ranks")
         if min(counts) < 0:
             raise CallError(MPI.ERR_COUNT, f"receive count {min(counts)} is negative")
-        expected = sum(counts) if send is None else counts[link.rank]
-        if recv.count != expected:
-            raise ValueError(f"mismatch in receive count {recv.count} and {expected} by counts")
-        if send is not None:
-            _same_items(send, recv)
-            if send.count != sum(counts):
-                raise ValueError(
-                    f"mismatch in send count {send.count} and {sum(counts)} by counts"
-                )
-        self._reduce_scatter(tag, send, recv, counts, op, algorithm, segment, order)
+        if own not in (counts[link.rank], sum(counts) if send is None else -1):
+            expected = sum(counts) if in_place(sendbuf) else counts[link.rank]
+            raise ValueError(f"mismatch in receive count {own} and {expected} by counts")
+        whole = recv if send is None else send
+        if whole.count != sum(counts):
+            raise ValueError(f"mismatch in send count {whole.count} and {sum(counts)} by counts")
+        return self._scattered(opened, send, recv, counts, op, options)
 
-    def _reduce_scatter(
+    Reduce_scatter, Ireduce_scatter, Reduce_scatter_init = forms(_reduce_scatter)
+
+    def _scattered(
         self,
-        tag: int,
+        opened: Opened,
         send: Buffer | None,
         recv: Buffer,
         counts: tuple[int, ...],
         op: MPI.Op | AverageOp,
-        algorithm: str | None,
-        segment: int | None,
-        order: OrderWish,
-    ) -> None:
+        options: OrderedOptions,
+    ) -> Plan:
+        """Plan a reduce-scatter; ``send`` None means in place."""
         link = self._link
+        opened.hold(send, recv)
         reduction = reducer(op, recv.item, link.size)
-        choice = self._choose_reduction(
-            "reduce_scatter", reduction, sum(counts), algorithm, segment, order
-        )
-        own = counts[link.rank] * reduction.item_bytes
+        choice = self._choose_reduction("reduce_scatter", reduction, sum(counts), options)
         # In place the result lies over the head of the input, which is still to be read.
-        source = recv.source().copy() if send is None else send.source()
-        target, finish = recv.target(keep=send is None)
+        source, load = recv.source(copied=True) if send is None else send.source()
+        target, keep, finish = recv.target(keep=send is None)
+        own = target[: counts[link.rank] * reduction.item_bytes]
         call = Call(link.rank, link.size, counts, 0, _items(choice, reduction.item_bytes))
-        link.run(
-            choice,
-            call,
-            tag,
-            item_bytes=reduction.item_bytes,
-            source=source,
-            target=target[:own],
-            reduction=reduction,
-        )
-        _divide(reduction, choice, target[:own], link.size)
-        end(finish)
+        given = recv if send is None else send
+        plan = self._folded(opened, choice, call, op, given, reduction, source, own)
+        plan.loads = (load, keep)
+        plan.finishes = (_division(reduction, choice, own, link.size), finish)
+        return plan
 
     def _choose_reduction(
         self,
         collective: str,
         reduction: Reducer,
         count: int,
-        algorithm: str | None,
-        segment: int | None,
-        order: OrderWish,
+        options: OrderedOptions | Options,
     ) -> Choice:
         wanted = Wanted(
             collective,
@@ -254,12 +234,44 @@ class Reductions(Base):
             count * reduction.item_bytes,
             commutative=reduction.commutative,
             wide=reduction.wide,
-            order=order,
+            order=options.get("order"),  # type: ignore[arg-type]
         )
-        return self._link.choose(wanted, algorithm, segment)
+        return self._link.choose(wanted, options.get("algorithm"), options.get("segment"))
+
+    def _folded(
+        self,
+        opened: Opened,
+        choice: Choice,
+        call: Call,
+        op: MPI.Op | AverageOp,
+        given: Buffer,
+        reduction: Reducer,
+        source: Bytes,
+        target: Bytes,
+    ) -> Plan:
+        """Return the plan of a call whose elements are items."""
+        algorithm = choice.algorithm
+        operator = operator_name(op)
+        # Types that differ in width only are told apart by the length of messages.
+        dtype = "" if given.item.dtype is None else given.item.dtype.str
+        what = (algorithm.collective, algorithm.name, call.root, call.segment, operator, dtype)
+        return Plan(
+            algorithm,
+            programmed(algorithm, call, reduction.item_bytes),
+            opened.tag(*what),
+            source,
+            target,
+            reduction,
+            operator=operator,
+            dtype=given.item.name,
+            count=sum(given.counts),
+            counts=call.counts,
+            root=call.root if algorithm.collective in ROOTED else -1,
+            segment_bytes=choice.segment_bytes,
+        )
 
 
-def _reduction_sides(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer | None]:
+def _sides(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer | None]:
     """Return receive and send side; no send side when the reduction is in place."""
     recv = parse_recv(recvbuf)
     if in_place(sendbuf):
@@ -271,6 +283,14 @@ def _reduction_sides(sendbuf: Any, recvbuf: Any) -> tuple[Buffer, Buffer | None]
     return recv, None if check_aliasing(send, recv) else send
 
 
+def _in_place_by_address(send: Buffer, recv: Buffer) -> bool:
+    """Whether a reduce-scatter is in place because both sides begin at one address."""
+    if send.nbytes and recv.nbytes and send.extents()[0] == recv.extents()[0]:
+        return True
+    check_aliasing(send, recv)
+    return False
+
+
 def _same_items(send: Buffer, recv: Buffer) -> None:
     if not send.item.same(recv.item):
         raise ValueError(
@@ -278,11 +298,12 @@ def _same_items(send: Buffer, recv: Buffer) -> None:
         )
 
 
-def _divide(reduction: Reducer, choice: Choice, result: Bytes, size: int) -> None:
-    """Do the division of AVG, unless the fold that all operands meet in has done it."""
+def _division(reduction: Reducer, choice: Choice, result: Bytes, size: int) -> Chore:
+    """Return the division of AVG, unless the fold that all operands meet in does it."""
     folded = size == reduction.mean_of and (size == 2 or choice.algorithm.order == "sequential")
     if reduction.finish is not None and (size == 1 or not folded):
-        reduction.finish(result, size)
+        return partial(reduction.finish, result, size)
+    return None
 
 
 def _no_average(op: MPI.Op) -> MPI.Op:

@@ -10,6 +10,7 @@ the data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import index
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -21,7 +22,8 @@ from mpicoll.runtime.datatypes import Item, describe, lookup, of_array
 from mpicoll.runtime.executor import MESSAGE_LIMIT, Bytes
 from mpicoll.runtime.faults import CallError
 
-Finish: TypeAlias = Callable[[], None] | None
+#: What has to be done at the start of a call (pack) or at its end (unpack); None is nothing.
+Chore: TypeAlias = Callable[[], None] | None
 
 _EMPTY: Bytes = np.empty(0, np.uint8)
 
@@ -86,38 +88,64 @@ class Buffer:
         """The items of the first block."""
         return self.counts[0]
 
-    def source(self) -> Bytes:
-        """Return the dense bytes to send, or those now in a receive buffer."""
+    def source(self, copied: bool = False) -> tuple[Bytes, Chore]:
+        """Return the dense bytes to send, or those in a receive buffer, and what loads them.
+
+        Without a load they are a view; with ``copied`` they never are. A persistent plan
+        loads again at every start.
+        """
         view = self._dense()
-        if view is not None:
-            return view
+        if view is not None and not copied:
+            return view, None
         packed = np.empty(self.nbytes, np.uint8)
-        low = 0
-        for piece in self._pieces:
-            high = low + piece.nbytes
-            self._memory.pack(piece, packed[low:high])
-            low = high
-        return packed
+        if view is not None:
+            return packed, partial(np.copyto, packed, view)
+        return packed, partial(self._each, self._memory.pack, packed)
 
-    def target(self, keep: bool = False) -> tuple[Bytes, Finish]:
-        """Return dense bytes to receive into, and what moves them to their places.
+    def target(self, keep: bool = False) -> tuple[Bytes, Chore, Chore]:
+        """Return dense bytes to receive into, what loads them, what moves them to their places.
 
-        With ``keep`` they begin as what the buffer holds, so that what no message fills
-        stays as it was, such as the tail of an in-place reduce-scatter.
+        Only with ``keep`` is there a load: they then begin as what the buffer holds, so
+        that what no message fills stays as it was, such as the tail of an in-place
+        reduce-scatter.
         """
         view = self._dense()
         if view is not None:
-            return view, None
-        packed = self.source() if keep else np.empty(self.nbytes, np.uint8)
+            return view, None, None
+        packed = np.empty(self.nbytes, np.uint8)
+        load = partial(self._each, self._memory.pack, packed) if keep else None
+        return packed, load, partial(self._each, self._memory.unpack, packed)
 
-        def finish() -> None:
-            low = 0
-            for piece in self._pieces:
-                high = low + piece.nbytes
-                self._memory.unpack(piece, packed[low:high])
-                low = high
+    def _each(self, move: Callable[[Piece, Bytes], None], packed: Bytes) -> None:
+        low = 0
+        for piece in self._pieces:
+            high = low + piece.nbytes
+            move(piece, packed[low:high])
+            low = high
 
-        return packed, finish
+    def own_datatypes(self) -> list[MPI.Datatype]:
+        """Go on with copies of derived datatypes, and return them.
+
+        The caller may free a datatype as soon as a call has begun, but a request or a plan
+        still unpacks by it.
+        """
+        owned: list[MPI.Datatype] = []
+        if all(piece.item.dense for piece in self._pieces):
+            return owned
+        copies: dict[int, Item] = {}
+        for piece in self._pieces:
+            datatype = piece.item.datatype
+            if datatype is None or datatype.is_predefined or datatype.handle in copies:
+                continue
+            owned.append(datatype.Dup())
+            copies[datatype.handle] = piece.item._replace(datatype=owned[-1])
+
+        def copy(item: Item) -> Item:
+            return item if item.datatype is None else copies.get(item.datatype.handle, item)
+
+        self._pieces = tuple([piece._replace(item=copy(piece.item)) for piece in self._pieces])
+        self.item = copy(self.item)
+        return owned
 
     def pieces(self, block: int | None = None) -> list[Piece]:
         """Return the pieces that hold data, those of one block if one is named."""

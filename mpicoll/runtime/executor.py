@@ -1,11 +1,13 @@
-"""The blocking run of a schedule: Isend and Irecv, local work, wait.
+"""The run of a schedule: Irecv and Isend, local work, wait.
 
 A schedule speaks of elements; `compiled` turns it once into byte ranges and cuts
-messages that an MPI with 32-bit counts could not carry. `run` does the rest for one call.
+messages that an MPI with 32-bit counts could not carry. An `Execution` is one run of such
+a program on memory: in one go (`run`), or bit by bit (`advance`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
@@ -14,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicoll.errors import ShortMessageError
+from mpicoll.errors import PeerError, ShortMessageError
 from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.record import Record, StageTime
 from mpicoll.schedule.ir import INPUT, OUTPUT, WORK, Copy, Recv, Schedule, Send, Span
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -25,6 +28,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 MESSAGE_LIMIT = 1 << 30
 
 _POSITION = {INPUT: 0, OUTPUT: 1, WORK: 2}
+_NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
 class Reduction(Protocol):
@@ -59,11 +63,12 @@ class Work(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A step, in bytes."""
+    """A step, in bytes; ``sources`` are the ranks that it receives from."""
 
     recvs: tuple[Message, ...]
     sends: tuple[Message, ...]
     local: tuple[Work, ...]
+    sources: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,8 @@ def compiled(schedule: Schedule, item_bytes: int, limit: int = MESSAGE_LIMIT) ->
             else Work(at(item.target), tuple(at(span) for span in item.operands))
             for item in step.local
         )
-        stages.append(Stage(messages(step.recvs), messages(step.sends), local))
+        recvs = messages(step.recvs)
+        stages.append(Stage(recvs, messages(step.sends), local, _peers(recvs)))
     sent = [message for stage in stages for message in stage.sends]
     received = [message for stage in stages for message in stage.recvs]
     return Program(
@@ -113,92 +119,331 @@ def compiled(schedule: Schedule, item_bytes: int, limit: int = MESSAGE_LIMIT) ->
     )
 
 
-def run(
-    program: Program,
-    comm: MPI.Intracomm,
-    tag: int,
-    memory: tuple[Bytes, Bytes, Bytes],
-    reduction: Reduction | None,
-    alias: int | None = None,
-) -> None:
-    """Run ``program`` on input, output and work memory, and return when it is done here.
+class Execution:
+    """One run of a program on input, output and work memory.
 
     ``alias`` is set when input and output share memory: the byte of the output at which
     the input begins. A copy onto itself is then skipped.
 
-    Every request is completed before this returns or raises. A message that is shorter
-    than the schedule says raises ShortMessageError; a longer one is MPI's own error.
+    A failure does not end the run, since the other ranks wait for its messages: it is kept
+    in ``failed``, the rest of the schedule is gone through with empty messages and
+    without local work, and a rank that receives an empty one fails alike. So all ranks
+    that would get wrong data raise, none waits for ever, nothing is left in flight, and
+    the communicator can be used on. `raise_failure` raises it.
     """
-    isend, irecv, byte = comm.Isend, comm.Irecv, MPI.BYTE
-    for number, (recvs, sends, local) in enumerate(program.stages):
+
+    __slots__ = (
+        "_alias",
+        "_comm",
+        "_memory",
+        "_number",
+        "_posted",
+        "_program",
+        "_record",
+        "_reduction",
+        "_requests",
+        "_statuses",
+        "_tag",
+        "_traced",
+        "_worked",
+        "failed",
+    )
+
+    def __init__(
+        self,
+        program: Program,
+        comm: MPI.Intracomm,
+        tag: int,
+        memory: tuple[Bytes, Bytes, Bytes],
+        reduction: Reduction | None,
+        alias: int | None,
+        record: Record,
+        traced: bool = False,
+    ) -> None:
+        """Bind a program to memory; nothing is sent yet."""
+        self._program = program
+        self._comm = comm
+        self._tag = tag
+        self._memory = memory
+        self._reduction = reduction
+        self._alias = alias
+        self._record = record
+        self._traced = traced
+        self._number = 0
+        self._requests: list[MPI.Request] | None = None  # of the posted step, None before
+        self._statuses: list[MPI.Status] = []
+        self._posted = self._worked = 0.0
+        self.failed: BaseException | None = None
+        record.step, record.steps = 0, len(program.stages)
+
+    def run(self) -> None:
+        """Run to the end, waiting inside MPI."""
+        for _ in range(len(self._program.stages) - self._number):
+            if self._requests is None:
+                self._post()
+            if self._requests:
+                try:
+                    MPI.Request.Waitall(self._requests, self._statuses)
+                except BaseException as error:
+                    self._fail(error)
+                    for request in self._requests:
+                        while not _over(request):
+                            time.sleep(0)
+            self._settle()
+
+    def advance(self) -> bool:
+        """Go as far as it goes without waiting; return whether the end is reached."""
+        stages = len(self._program.stages)
+        while self._number < stages:
+            if self._requests is None:
+                self._post()
+            if self._requests and not self._tested():
+                return False
+            self._settle()
+        return True
+
+    def _tested(self) -> bool:
+        """Return whether the messages of the step are complete."""
+        assert self._requests is not None
+        if self.failed is None:
+            try:
+                return MPI.Request.Testall(self._requests, self._statuses)
+            except BaseException as error:
+                self._fail(error)
+        # One that fails lets the others be, so they are asked one by one.
+        return all(_over(request) for request in self._requests)
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong, if anything did."""
+        if self.failed is not None:
+            raise self.failed
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the peers whose messages of this step have not all come or gone."""
+        if not self._requests:
+            return ()
+        recvs, sends, _, _ = self._program.stages[self._number]
+        peers = [message.peer for message in (*recvs, *sends)]
+        open_ = [
+            peer
+            for peer, request in zip(peers, self._requests, strict=False)
+            if request != MPI.REQUEST_NULL and not request.Get_status()
+        ]
+        return tuple(sorted(set(open_)))
+
+    def _post(self) -> None:
+        """Post the messages of the next step, and do the local work that goes with it."""
+        recvs, sends, local, self._record.waits = self._program.stages[self._number]
+        self._record.step = self._number + 1
+        if self._traced:
+            self._posted = time.perf_counter()
         requests: list[MPI.Request] = []
         try:
-            for peer, buffer, start, stop in recvs:
-                requests.append(irecv((memory[buffer][start:stop], stop - start, byte), peer, tag))
-            for peer, buffer, start, stop in sends:
-                requests.append(isend((memory[buffer][start:stop], stop - start, byte), peer, tag))
-            for (buffer, start, stop), sources in local:
-                if len(sources) > 1:
-                    assert reduction is not None
-                    reduction.reduce(
-                        memory[buffer][start:stop],
-                        [memory[one][low:high] for one, low, high in sources],
-                    )
-                    continue
-                one, low, high = sources[0]
-                if alias is not None and (one == 0 and buffer == 1 and low + alias == start):
-                    continue
+            self._send_and_receive(recvs, sends, requests)
+            self._requests = requests
+            if local and self.failed is None:
+                self._work(local)
+        except BaseException as error:
+            self.failed = self.failed or error
+            self._requests = requests
+            self._send_and_receive(recvs, sends, requests)  # what is not posted yet
+        self._statuses = [MPI.Status() for _ in requests]
+        if self._traced:
+            self._worked = time.perf_counter()
+
+    def _send_and_receive(
+        self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Request]
+    ) -> None:
+        """Post what is not among ``requests`` yet; empty messages after a failure."""
+        comm, memory, tag, byte = self._comm, self._memory, self._tag, MPI.BYTE
+        known = len(requests)
+        irecv = comm.Irecv
+        for peer, buffer, start, stop in recvs[known:] if known else recvs:
+            requests.append(irecv((memory[buffer][start:stop], stop - start, byte), peer, tag))
+        isend = comm.Isend
+        known = max(0, known - len(recvs))
+        for peer, buffer, start, stop in sends[known:] if known else sends:
+            if self.failed is not None:
+                requests.append(isend((_NO_BYTES, 0, byte), peer, tag))
+                continue
+            requests.append(isend((memory[buffer][start:stop], stop - start, byte), peer, tag))
+
+    def _work(self, local: Sequence[Work]) -> None:
+        memory = self._memory
+        for (buffer, start, stop), sources in local:
+            if len(sources) > 1:
+                assert self._reduction is not None
+                self._reduction.reduce(
+                    memory[buffer][start:stop],
+                    [memory[one][low:high] for one, low, high in sources],
+                )
+                continue
+            one, low, high = sources[0]
+            onto_itself = one == 0 and buffer == 1 and self._alias is not None
+            if not (onto_itself and low + (self._alias or 0) == start):
                 memory[buffer][start:stop] = memory[one][low:high]
-        except BaseException:
-            # Nothing is left in flight. Peers that follow the same schedule post their
-            # side of this step whatever happens here.
-            _drain(requests)
-            raise
-        if requests:
-            _wait(requests, recvs, number, len(program.stages))
 
+    def _settle(self) -> None:
+        """End a step whose messages are complete: hold the received ones to their length."""
+        recvs, sends, _, _ = self._program.stages[self._number]
+        if recvs and self.failed is None:
+            for status, (peer, _, start, stop) in zip(self._statuses, recvs, strict=False):
+                if status.count != stop - start:
+                    self.failed = self._wrong(peer, status.count, stop - start)
+                    break
+        if self._traced:
+            self._trace(recvs, sends)
+        self._requests = None
+        self._number += 1
 
-def _wait(requests: list[MPI.Request], recvs: tuple[Message, ...], step: int, steps: int) -> None:
-    """Complete the messages of a step and hold the received ones to their length."""
-    statuses = [MPI.Status() for _ in recvs]
-    try:
-        MPI.Request.Waitall(requests, statuses)
-    except BaseException as error:
-        _drain(requests)
-        if isinstance(error, MPI.Exception):
-            _explain(error, statuses, recvs, f"step {step + 1} of {steps}")
-        raise
-    for status, (peer, _, start, stop) in zip(statuses, recvs, strict=False):
-        if status.count != stop - start:
-            raise ShortMessageError(
-                f"step {step + 1} of {steps}: {status.count} bytes from rank {peer}, expected "
-                f"{stop - start}; the ranks disagree on count or datatype of this call"
+    def _where(self) -> str:
+        return f"step {self._number + 1} of {len(self._program.stages)}"
+
+    def _wrong(self, peer: int, count: int, expected: int) -> Exception:
+        if count == 0:
+            return PeerError(
+                f"{self._where()}: rank {peer} gave up this collective after an error of its "
+                "own, or of a rank that it heard of; what it raised says why"
             )
+        return ShortMessageError(
+            f"{self._where()}: {count} bytes from rank {peer}, expected {expected}; the ranks "
+            "disagree on count or datatype of this call"
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the error of a step; its other messages are still completed.
+
+        None may land in memory that is no longer ours. A KeyboardInterrupt is one too: it
+        comes when the call into MPI returns, and what that has completed is then not known.
+        """
+        if isinstance(error, MPI.Exception):
+            error = self._explained(error)
+        self.failed = self.failed or error
+
+    def _explained(self, error: MPI.Exception) -> Exception:
+        """Return the error of the first message that failed, where the MPI tells them apart."""
+        if error.Get_error_class() != MPI.ERR_IN_STATUS:
+            return error
+        recvs = self._program.stages[self._number].recvs
+        for status, (peer, _, start, stop) in zip(self._statuses, recvs, strict=False):
+            failed = MPI.Get_error_class(status.error)
+            if failed not in (MPI.SUCCESS, MPI.ERR_PENDING):
+                return CallError(
+                    failed,
+                    f"{self._where()}: the message from rank {peer} does not fit the "
+                    f"{stop - start} bytes expected; the ranks disagree on count or datatype of "
+                    "this call",
+                )
+        return error
+
+    def _trace(self, recvs: Sequence[Message], sends: Sequence[Message]) -> None:
+        self._record.stages.append(
+            StageTime(
+                self._number + 1,
+                self._posted,
+                self._worked,
+                time.perf_counter(),
+                _peers(recvs),
+                _peers(sends),
+                sum(message.stop - message.start for message in recvs),
+                sum(message.stop - message.start for message in sends),
+            )
+        )
 
 
-def _explain(
-    error: MPI.Exception, statuses: list[MPI.Status], recvs: tuple[Message, ...], where: str
-) -> None:
-    """Raise the error of the first message that failed, where the MPI tells them apart."""
-    if error.Get_error_class() != MPI.ERR_IN_STATUS:
-        return
-    for status, (peer, _, start, stop) in zip(statuses, recvs, strict=False):
-        failed = MPI.Get_error_class(status.error)
-        if failed not in (MPI.SUCCESS, MPI.ERR_PENDING):
-            raise CallError(
-                failed,
-                f"{where}: the message from rank {peer} does not fit the {stop - start} bytes "
-                "expected; the ranks disagree on count or datatype of this call",
-            ) from error
+class PersistentExecution(Execution):
+    """An execution that can run again: slices and MPI requests are made once.
 
-
-def _drain(requests: list[MPI.Request]) -> None:
-    """Complete every request, so that no message lands in memory that is no longer ours.
-
-    One that fails lets the others be: Open MPI returns from Waitall with them pending.
+    `restart` before each run but the first; `free` at the end.
     """
-    for request in requests:
+
+    __slots__ = ("_prepared",)
+
+    def __init__(
+        self,
+        program: Program,
+        comm: MPI.Intracomm,
+        tag: int,
+        memory: tuple[Bytes, Bytes, Bytes],
+        reduction: Reduction | None,
+        alias: int | None,
+        record: Record,
+        traced: bool = False,
+    ) -> None:
+        """Bind a program to memory, and set its MPI requests up."""
+        super().__init__(program, comm, tag, memory, reduction, alias, record, traced)
+        byte = MPI.BYTE
+        self._prepared = [
+            [
+                comm.Recv_init((memory[buffer][start:stop], stop - start, byte), peer, tag)
+                for peer, buffer, start, stop in recvs
+            ]
+            + [
+                comm.Send_init((memory[buffer][start:stop], stop - start, byte), peer, tag)
+                for peer, buffer, start, stop in sends
+            ]
+            for recvs, sends, _, _ in program.stages
+        ]
+
+    def restart(self, record: Record) -> None:
+        """Go back to the first step."""
+        self._number = 0
+        self.failed = None
+        self._record = record
+        record.steps = len(self._program.stages)
+
+    def _send_and_receive(
+        self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Request]
+    ) -> None:
+        if requests or self.failed is not None:
+            super()._send_and_receive(recvs, sends, requests)
+            return
+        prepared = self._prepared[self._number]
+        if prepared:
+            MPI.Prequest.Startall(prepared)
+            requests.extend(prepared)
+
+    def free(self) -> None:
+        """Give the MPI requests back; none may be under way."""
+        for requests in self._prepared:
+            for request in requests:
+                request.Free()
+        self._prepared = []
+
+
+class Native(Execution):
+    """A non-blocking call of the MPI's own, waited for as an execution is."""
+
+    def __init__(self, request: MPI.Request) -> None:
+        """Take a request over."""
+        self._requests = [request]
+        self.failed = None
+
+    def run(self) -> None:
+        """Wait inside MPI."""
+        while not self.advance():
+            time.sleep(0)
+
+    def advance(self) -> bool:
+        """Return whether the call is complete."""
         try:
-            request.Wait()
-        except MPI.Exception:
-            continue
+            return MPI.Request.Testall(self._requests or [])
+        except MPI.Exception as error:
+            self.failed = self.failed or error
+            return True
+
+    def pending(self) -> tuple[int, ...]:
+        """Return nothing: whom the MPI waits for is not known."""
+        return ()
+
+
+def _over(request: MPI.Request) -> bool:
+    """Return whether a request is complete, with success or not."""
+    try:
+        return request.Test()
+    except MPI.Exception:
+        return True
+
+
+def _peers(messages: Sequence[Message]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys([message.peer for message in messages]))

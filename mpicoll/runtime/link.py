@@ -10,7 +10,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
+import zlib
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import cast
 
@@ -18,9 +22,24 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.algorithms import Algorithm
-from mpicoll.runtime.executor import Bytes, Program, Reduction, compiled, run
+from mpicoll.errors import PeerError, PoisonedError, SettingError, ShortMessageError
+from mpicoll.runtime import progress, watchdog
+from mpicoll.runtime.buffers import Buffer
+from mpicoll.runtime.executor import (
+    Bytes,
+    Execution,
+    Native,
+    PersistentExecution,
+    Program,
+    compiled,
+)
 from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.flight import RECORDER, listen
+from mpicoll.runtime.plan import EMPTY, Plan
+from mpicoll.runtime.record import Record
 from mpicoll.runtime.stats import Stats
+from mpicoll.runtime.tags import Tags
+from mpicoll.runtime.trace import Tracer, open_trace
 from mpicoll.schedule.ir import Call, Schedule
 from mpicoll.selection.choose import Choice, Wanted, choose
 from mpicoll.selection.settings import Settings, gather, parse
@@ -29,11 +48,46 @@ from mpicoll.selection.settings import Settings, gather, parse
 #: copy into them.
 KEPT_WORK_BYTES = 64 << 20
 
-EMPTY: Bytes = np.empty(0, np.uint8)
+
+@dataclass(slots=True)
+class Opened:
+    """A call that has its sequence number.
+
+    ``keeps`` is set when the call goes on after it has returned: it then has copies of
+    derived datatypes, in ``held``, since the caller may free them.
+    """
+
+    link: Link
+    sequence: int
+    record: Record
+    keeps: bool = False
+    held: list[MPI.Datatype] = field(default_factory=list)
+
+    def tag(self, *what: object) -> int:
+        """Return the tag for messages of this call that belong to ``what``."""
+        return self.link.tags.tag(self.sequence, *what)
+
+    def hold(self, *buffers: Buffer | None) -> None:
+        """Keep what the datatypes of the buffers need until the call is over."""
+        if self.keeps:
+            for buffer in buffers:
+                if buffer is not None:
+                    self.held += buffer.own_datatypes()
+
+    def release(self) -> None:
+        """Give up what was held."""
+        while self.held:
+            self.held.pop().Free()
 
 
 class Link:
-    """The hidden duplicate of a communicator, its settings, sequence and counters."""
+    """The hidden duplicate of a communicator, its settings, sequence and counters.
+
+    ``watched`` is set once a time limit was in force: from then on every call looks
+    whether another rank has run into its limit. ``poison`` is why the communicator can not
+    be used any more, "" while it can. ``threaded`` says whether the progress thread drives
+    its operations, ``plain`` whether a blocking call may simply wait inside MPI.
+    """
 
     def __init__(self, comm: MPI.Intracomm, settings: Settings | None) -> None:
         """Duplicate ``comm``; collective. ``settings`` None: agree on those of rank 0."""
@@ -42,10 +96,12 @@ class Link:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.stats = Stats()
-        self._sequence = 0
-        # TAG_UB is at least 32767; the upper half is left to persistent plans.
-        upper = self.hidden.Get_attr(MPI.TAG_UB)
-        self._tags = ((upper if isinstance(upper, int) else 32767) + 1) // 2
+        self.watched = False
+        self.poison = ""
+        self.next_look = 0.0
+        self.states: dict[int, watchdog.State] = {}
+        self.expired: list[int] = []
+        self.tags = Tags(self.hidden)
         self._work = EMPTY
         if settings is None:
             variables = gather(os.environ) if self.rank == 0 else None
@@ -54,39 +110,103 @@ class Link:
             except BaseException:
                 self.hidden.Free()
                 raise
-        self.settings = settings
+        ranks = _world_ranks(comm)
+        self.identity = _identity(ranks)
+        self.apply(settings)
+        RECORDER.join(self.identity, comm.Get_name() or self.identity, self.rank, ranks)
+        if not _LINKS:
+            listen(settings.flight)
+        if self.tracer is not None:
+            self.tracer.join(self.identity, comm.Get_name() or self.identity, self.rank, ranks)
         _LINKS.append(self)
+
+    def apply(self, settings: Settings) -> None:
+        """Put settings in force, which are equal on all ranks; collective."""
+        self.settings = settings
+        self.tracer: Tracer | None = _traced(self.hidden, settings.trace)
+        self.threaded = settings.progress == "thread"
+        if self.threaded:
+            _need_threads(self.hidden)
+            progress.start_thread()
+        if settings.timeout is not None:
+            self.watch()
+        self._set_plain()
+
+    def watch(self) -> None:
+        """Look for what other ranks say about time limits, from now on."""
+        if not self.watched:
+            self.watched = True
+            watchdog.WATCHED.append(self)
+            self._set_plain()
+
+    def _set_plain(self) -> None:
+        self.plain = not (self.threaded or self.watched or self.settings.check)
 
     @property
     def freed(self) -> bool:
         """Whether the communicator was freed."""
         return self.hidden == MPI.COMM_NULL
 
-    def next_tag(self) -> int:
-        """Consume a sequence number and return the tag that goes with it.
+    # -- one call ---------------------------------------------------------------------
 
-        Called first in every collective, before anything is validated, so that an error
-        on one rank does not mispair the next call.
+    def open(self, collective: str, form: str = "blocking") -> Opened:
+        """Consume a sequence number; the first thing in every collective.
+
+        It comes before anything is validated, so that an error on one rank does not
+        mispair the next call. Raises CallError on a freed communicator, PoisonedError on
+        one where a call has timed out.
         """
         if self.freed:
             raise CallError(MPI.ERR_COMM, "this communicator was freed")
-        self._sequence += 1
-        tag = self._sequence % self._tags
-        if tag == 0:
-            self._sweep()
-        return tag
+        if self.watched:
+            self.learn()
+        progress.progress()
+        sequence = self.tags.next_sequence(lambda half: self._complete(half))
+        record = Record(self.identity, sequence, collective, form)
+        record.start = time.perf_counter()
+        record.site = RECORDER.site()
+        RECORDER.keep(record)
+        return Opened(self, sequence, record, form != "blocking")
 
-    def _sweep(self) -> None:
-        """Throw away messages that nobody received, before their tags come round.
+    def reopen(self, first: Record) -> Record:
+        """Return the record of one more run of a persistent plan.
 
-        They are left where a call raised on one rank and the others sent to it. All ranks
-        have the same sequence number, so all are here.
+        Ranks may start their plans in any order, so it has the sequence number of the
+        plan.
         """
-        self.hidden.Barrier()
-        status = MPI.Status()
-        while message := self.hidden.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            message.Recv([bytearray(status.count), MPI.BYTE])
-        self.hidden.Barrier()
+        if self.freed:
+            raise CallError(MPI.ERR_COMM, "this communicator was freed")
+        if self.watched:
+            self.learn()
+        progress.progress()
+        record = replace(first, start=time.perf_counter(), end=0.0, step=0, stages=[])
+        record.site = RECORDER.site()
+        RECORDER.keep(record)
+        return record
+
+    def learn(self) -> None:
+        """Raise PoisonedError if a call on this communicator has timed out, here or elsewhere."""
+        if not self.poison:
+            watchdog.learn(self)
+        if self.poison:
+            raise PoisonedError(self.poison)
+
+    def closed(self, record: Record, error: BaseException | None) -> None:
+        """Note that a call is over."""
+        record.end = time.perf_counter()
+        if error is not None:
+            record.error = f"{type(error).__name__}: {error}"
+            self.tags.abandon(record.sequence)
+            if record.step and isinstance(error, (MPI.Exception, PeerError, ShortMessageError)):
+                RECORDER.dump(self.settings.flight, record.error)
+        if self.tracer is not None:
+            self.tracer.add(record)
+
+    def _complete(self, sequences: range) -> None:
+        """Complete the calls of an interval that are in flight here."""
+        for operation in progress.active(self):
+            if operation.record.sequence in sequences:
+                progress.await_(operation.advance, operation.watch)
 
     def choose(
         self, wanted: Wanted, algorithm: str | None = None, segment_bytes: int | None = None
@@ -96,59 +216,97 @@ class Link:
             return _chosen(wanted, self.settings)
         return choose(wanted, self.settings, algorithm, segment_bytes)
 
-    def run(
-        self,
-        choice: Choice,
-        call: Call,
-        tag: int,
-        *,
-        item_bytes: int = 1,
-        source: Bytes = EMPTY,
-        target: Bytes = EMPTY,
-        reduction: Reduction | None = None,
-        alias: int | None = None,
-    ) -> None:
-        """Run one collective, and count it.
+    # -- the runs of a call -------------------------------------------------------------
 
-        ``source`` and ``target`` are input and output as dense bytes; ``alias`` is the
-        byte of ``target`` where ``source`` begins when they share memory.
-        """
-        program = programmed(choice.algorithm, call, item_bytes)
-        self.execute(program, tag, source, target, reduction, alias)
-        self._count(program, choice.algorithm.collective, choice.algorithm.name)
+    def run(self, plan: Plan, record: Record) -> None:
+        """Run a plan to its end, waiting inside MPI; the simplest case of `course`."""
+        work = self._take_work(plan.program.work_bytes)
+        execution = self._bind(plan, record, work)
+        plan.load()
+        execution.run()
+        self._give_work(work)
+        self._over(plan, execution)
+
+    def course(self, plan: Plan, record: Record) -> progress.Course:
+        """Yield what runs a plan, and do what is to be done before and after it."""
+        work = self._take_work(plan.program.work_bytes)
+        execution = self._bind(plan, record, work)
+        plan.load()
+        yield execution
+        self._give_work(work)
+        self._over(plan, execution)
+
+    def prepare(self, plan: Plan, record: Record) -> PersistentExecution:
+        """Bind a plan to memory of its own, for many runs."""
+        memory = (plan.source, plan.target, np.empty(plan.program.work_bytes, np.uint8))
+        reduction, alias = plan.reduction, plan.alias
+        return PersistentExecution(
+            plan.program, self.hidden, plan.tag, memory, reduction, alias, record, self._traces
+        )
+
+    def again(self, plan: Plan, execution: PersistentExecution, record: Record) -> progress.Course:
+        """Yield what runs a prepared plan once more."""
+        _describe(plan, record)
+        execution.restart(record)
+        plan.load()
+        yield execution
+        self._over(plan, execution)
+
+    def wait_native(self, name: str, request: MPI.Request) -> None:
+        """Wait for a non-blocking call of the MPI's own under the time limit."""
+        opened = self.open(name)
+        opened.record.algorithm = "native"
+
+        def course() -> progress.Course:
+            execution = Native(request)
+            yield execution
+            execution.raise_failure()
+
+        progress.Operation(self, opened.record, course()).wait(self.settings.timeout)
+
+    def _bind(self, plan: Plan, record: Record, work: Bytes) -> Execution:
+        _describe(plan, record)
+        memory = (plan.source, plan.target, work)
+        reduction, alias = plan.reduction, plan.alias
+        return Execution(
+            plan.program, self.hidden, plan.tag, memory, reduction, alias, record, self._traces
+        )
+
+    def _over(self, plan: Plan, execution: Execution) -> None:
+        if execution.failed is not None:
+            raise execution.failed
+        plan.finish()
+        self._count(plan.program, plan.algorithm.collective, plan.algorithm.name)
 
     def exchange(
-        self, schedule: Schedule, tag: int, source: Bytes, target: Bytes, name: str
-    ) -> None:
-        """Run a schedule of int64 items that prepares a collective, and count it."""
+        self, schedule: Schedule, tag: int, source: Bytes, target: Bytes, record: Record, name: str
+    ) -> progress.Course:
+        """Yield what runs a schedule of int64 items that prepares a collective, and count it."""
         program = compiled(schedule, np.dtype(np.int64).itemsize)
-        self.execute(program, tag, source, target, None, None)
+        work = np.empty(program.work_bytes, np.uint8)
+        execution = Execution(
+            program, self.hidden, tag, (source, target, work), None, None, record, self._traces
+        )
+        yield execution
+        execution.raise_failure()
         self._count(program, "agreement", name)
 
-    def execute(
-        self,
-        program: Program,
-        tag: int,
-        source: Bytes,
-        target: Bytes,
-        reduction: Reduction | None,
-        alias: int | None,
-    ) -> None:
-        """Run a program in this communicator's scratch."""
-        work = self._take_work(program.work_bytes)
-        try:
-            run(program, self.hidden, tag, (source, target, work), reduction, alias)
-        finally:
-            if self._work.size < work.size <= KEPT_WORK_BYTES:
-                self._work = work
+    @property
+    def _traces(self) -> bool:
+        return self.tracer is not None
 
     def _take_work(self, nbytes: int) -> Bytes:
         """Return scratch of at least ``nbytes`` that nobody else uses."""
         if nbytes == 0:
             return EMPTY
-        # Taken away while in use: a user operator may call a collective of its own.
+        # Taken away while in use: other calls may be in flight, and a user operator may
+        # call a collective of its own.
         work, self._work = self._work, EMPTY
         return work if work.size >= nbytes else np.empty(nbytes, np.uint8)
+
+    def _give_work(self, work: Bytes) -> None:
+        if self._work.size < work.size <= KEPT_WORK_BYTES:
+            self._work = work
 
     def _count(self, program: Program, collective: str, name: str) -> None:
         self.stats.add(
@@ -160,11 +318,30 @@ class Link:
         )
 
     def free(self) -> None:
-        """Free the duplicate; collective, harmless the second time."""
-        if self in _LINKS:
-            _LINKS.remove(self)
-        if not self.freed and not MPI.Is_finalized():
-            self.hidden.Free()
+        """Free the duplicate; collective, harmless the second time.
+
+        What is in flight on it is completed first. After a time-out nothing is freed.
+        """
+        if self.freed or MPI.Is_finalized() or self.poison:
+            return  # a poisoned link stays among the links: the end of the process asks for it
+        _LINKS.remove(self)
+        if self.watched:
+            watchdog.WATCHED.remove(self)
+        for operation in progress.active(self):
+            progress.await_(operation.advance, operation.watch)
+        RECORDER.leave(self.identity)
+        self.hidden.Free()
+
+
+def _describe(plan: Plan, record: Record) -> None:
+    """Put into the record of a call what its plan says."""
+    record.algorithm = plan.algorithm.name
+    record.operator, record.dtype = plan.operator, plan.dtype
+    record.root = plan.root
+    record.count, record.nbytes = (
+        plan.count,
+        (plan.source if plan.source.size else plan.target).size,
+    )
 
 
 @lru_cache(maxsize=128)  # a program of 1000 ranks may have half a megabyte
@@ -174,6 +351,46 @@ def programmed(algorithm: Algorithm, call: Call, item_bytes: int) -> Program:
 
 
 _chosen = lru_cache(maxsize=4096)(choose)
+
+
+# -- making a link ------------------------------------------------------------------------
+
+
+def _world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Return the ranks in MPI.COMM_WORLD of the ranks of ``comm``."""
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    try:
+        return tuple(MPI.Group.Translate_ranks(group, list(range(group.size)), world))
+    finally:
+        group.Free()
+        world.Free()
+
+
+_MADE: Counter[tuple[int, ...]] = Counter()
+
+
+def _identity(ranks: tuple[int, ...]) -> str:
+    """Return a name that is the same on all ranks of a communicator, and of no other.
+
+    Communicators of the same ranks are made in the same order on all of them.
+    """
+    _MADE[ranks] += 1
+    return f"{zlib.crc32(repr(ranks).encode()):08x}.{_MADE[ranks]}"
+
+
+def _traced(comm: MPI.Intracomm, folder: str) -> Tracer | None:
+    return open_trace(comm, folder) if folder else None
+
+
+def _need_threads(comm: MPI.Intracomm) -> None:
+    """Refuse a progress thread, on all ranks, where one of them may not have it."""
+    level = comm.allreduce(MPI.Query_thread(), MPI.MIN)
+    if level < MPI.THREAD_MULTIPLE:
+        raise SettingError(
+            f"progress='thread' needs MPI_THREAD_MULTIPLE on all ranks, and one has level {level} "
+            f"(MPI_THREAD_MULTIPLE is {MPI.THREAD_MULTIPLE}); set mpi4py.rc.thread_level = "
+            "'multiple' before mpi4py.MPI is imported, or leave progress= out"
+        )
 
 
 # -- attribute and end of the process ---------------------------------------------------
@@ -187,7 +404,10 @@ def _release(comm: MPI.Comm, keyval: int, link: Link) -> None:
 
 
 def _release_all(*_: object) -> None:
+    if any(link.poison for link in _LINKS):
+        watchdog.leave()
     # Links were made by collective calls, so all ranks free them in the same order.
+    progress.stop_thread()
     for link in list(_LINKS):
         link.free()
 
@@ -206,9 +426,15 @@ def _key() -> int:
 
 
 def _at_exit() -> None:
+    if MPI.Is_finalized():
+        return
+    if any(link.poison for link in _LINKS):
+        watchdog.leave()
     # After an uncaught exception the other ranks are elsewhere: a collective free would
     # wait for them for ever.
-    if not MPI.Is_finalized() and not hasattr(sys, "last_value"):
+    if hasattr(sys, "last_value"):
+        progress.stop_thread()
+    else:
         _release_all()
 
 

@@ -6,8 +6,9 @@ nothing is refused that the MPI's own collectives take.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol, cast
 
 import ml_dtypes
@@ -276,7 +277,8 @@ class _HalfReducer:
 class _NativeReducer:
     """The MPI's own loop, `Op.Reduce_local`: user operators, MINLOC, types NumPy lacks.
 
-    A user operator that raises ends the job, as it does in mpi4py's own collectives.
+    A user operator that raises ends the job, as it does in mpi4py's own collectives; one of
+    `create_op` ends the collective.
     """
 
     def __init__(self, op: MPI.Op, item: Item) -> None:
@@ -293,6 +295,16 @@ class _NativeReducer:
     def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
         if not target.size:
             return
+        armed, _CAUGHT.armed = _CAUGHT.armed, True
+        try:
+            self._reduce(target, operands)
+        finally:
+            _CAUGHT.armed = armed
+            error, _CAUGHT.error = _CAUGHT.error, None
+        if error is not None:
+            raise error
+
+    def _reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
         if self._item.dense:
             self._local.fold(target, operands)
             return
@@ -337,6 +349,52 @@ COUNT_LIMIT = 1 << 30
 LAID_OUT_BYTES = 1 << 22
 
 _ALIGNMENT = 64
+
+
+class _Caught(threading.local):
+    """What a user's function raised on this thread, while one of our reductions runs it."""
+
+    armed = False
+    error: BaseException | None = None
+
+
+_CAUGHT = _Caught()
+
+
+def create_op(function: Callable[[Any, Any, MPI.Datatype], None], commute: bool = False) -> MPI.Op:
+    """Make a user operator as `MPI.Op.Create` does, one that may raise.
+
+    An exception of ``function`` ends the collective and not the job: it is raised on this
+    rank, and PeerError on the ranks whose results depend on it. In collectives of the
+    MPI's own it ends the job, as with `MPI.Op.Create`.
+    """
+
+    def guarded(left: Any, inout: Any, datatype: MPI.Datatype) -> None:
+        if not _CAUGHT.armed:
+            function(left, inout, datatype)
+        elif _CAUGHT.error is None:
+            try:
+                function(left, inout, datatype)
+            except BaseException as error:
+                _CAUGHT.error = error
+
+    return MPI.Op.Create(guarded, commute)
+
+
+def operator_name(op: object) -> str:
+    """Return what to call an operator; the same on all ranks for the same one."""
+    if isinstance(op, MPI.Op):
+        return _names().get(op.handle, "a user operator")
+    return "AVG" if isinstance(op, AverageOp) else type(op).__name__
+
+
+@cache
+def _names() -> dict[int, str]:
+    return {
+        op.handle: name
+        for name in dir(MPI)
+        if isinstance(op := getattr(MPI, name), MPI.Op) and op != MPI.OP_NULL
+    }
 
 
 def reducer(op: MPI.Op | AverageOp, item: Item, size: int = 1) -> Reducer:

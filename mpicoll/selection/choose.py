@@ -2,29 +2,35 @@
 
 Law 1: what is looked at here is the collective, the group's size, the operator's
 properties, the bytes of the type signature where the standard makes them equal on all
-ranks (None where it does not), and settings that the ranks agreed on.
+ranks (None where it does not), and settings that the ranks agreed on: names, the tuning
+table, the rates of the machine, the memory hint.
+
+A name decides, then the table, then the cost model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias
 
 from mpicoll.algorithms import Algorithm, find, names, parse_name
 from mpicoll.errors import AlgorithmError
+from mpicoll.selection import model
+from mpicoll.selection.model import DEFAULT, Rates
 from mpicoll.selection.settings import Settings
-
-KIB = 1024
-MIB = 1024 * KIB
+from mpicoll.selection.table import Table
 
 #: None leaves the order to the algorithm; "rank" wants a left-to-right sum over ranks.
 OrderWish: TypeAlias = Literal["rank"] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What a call asks for. ``nbytes`` are the bytes of the whole vector on one rank, or
-    of all blocks together; None where ranks may differ."""
+    of all blocks together; None where ranks may differ.
+
+    A tuple, since one is made and looked up at every call.
+    """
 
     collective: str
     size: int
@@ -50,11 +56,11 @@ def choose(
     algorithm: str | None = None,
     segment_bytes: int | None = None,
 ) -> Choice:
-    """Return what runs: the named algorithm, else that of the settings, else a default.
+    """Return what runs: the named algorithm, else that of the settings, else `automatic`.
 
     Bruck's all-to-all takes a radix behind its name: "bruck:4". A named algorithm that
     cannot serve the call raises AlgorithmError. One that comes from the settings stands
-    for the calls it can serve; others get the default.
+    for the calls it can serve; others get the automatic choice.
     """
     if wanted.order not in (None, "rank"):
         raise AlgorithmError(f"order={wanted.order!r}; known: None, 'rank'")
@@ -65,14 +71,26 @@ def choose(
         objection = unfit(chosen, wanted)
         if objection:
             raise AlgorithmError(objection)
+        choice = Choice(chosen, default_segment(chosen, wanted, settings.rates), radix)
     else:
-        named = settings.algorithm(wanted.collective)
-        chosen, radix = parse_name(wanted.collective, named or default(wanted))
-        if named and unfit(chosen, wanted):
-            chosen, radix = parse_name(wanted.collective, default(wanted))
+        choice = _set(wanted, settings) or automatic(
+            wanted, settings.tuning, settings.rates, settings.memory
+        )
     if segment_bytes is None:
-        segment_bytes = default_segment(chosen, wanted)
-    return Choice(chosen, segment_bytes if chosen.segmented else 0, radix)
+        return choice
+    segmented = choice.algorithm.segmented
+    return Choice(choice.algorithm, segment_bytes if segmented else 0, choice.radix)
+
+
+def _set(wanted: Wanted, settings: Settings) -> Choice | None:
+    """Return the algorithm of the settings, if one is set that can serve the call."""
+    named = settings.algorithm(wanted.collective)
+    if named is None:
+        return None
+    chosen, radix = parse_name(wanted.collective, named)
+    if unfit(chosen, wanted):
+        return None
+    return Choice(chosen, default_segment(chosen, wanted, settings.rates), radix)
 
 
 def unfit(algorithm: Algorithm, wanted: Wanted) -> str:
@@ -94,87 +112,78 @@ def _fitting(collective: str, orders: tuple[str, ...]) -> str:
     return ", ".join(fit) or "none"
 
 
-def default(wanted: Wanted) -> str:
-    """Return the name of the automatic choice."""
-    if wanted.collective == "allreduce":
-        return _allreduce(wanted)
-    if wanted.collective == "reduce":
-        return _reduce(wanted)
-    if wanted.collective == "reduce_scatter":
-        return _reduce_scatter(wanted)
-    if wanted.collective in ("scan", "exscan"):
-        return "direct" if wanted.wide else "recursive_doubling"
-    if wanted.collective == "bcast":
-        return _bcast(wanted)
-    if wanted.collective == "allgather":
-        return _allgather(wanted)
-    if wanted.collective == "alltoall":
-        return _alltoall(wanted)
-    if wanted.collective in ("gather", "scatter"):
-        return _rooted(wanted)
-    return "dissemination"
+def automatic(
+    wanted: Wanted, table: Table | None = None, rates: Rates = DEFAULT, memory: str = "host"
+) -> Choice:
+    """Return the choice where no algorithm is named: by the table, else by the cost model.
+
+    The table was measured on a sum of float64; a call that takes fewer algorithms, such as
+    one with order="rank", gets the fastest of those.
+    """
+    if wanted.nbytes is None and wanted.collective in _UNKNOWN:
+        return Choice(find(wanted.collective, _UNKNOWN[wanted.collective]))
+    if table is not None:
+        entry = table.find(wanted.collective, wanted.size, memory, wanted.nbytes or 0)
+        for one in entry.ranked if entry is not None else ():
+            chosen, radix = parse_name(wanted.collective, one.algorithm)
+            if _serves(chosen, wanted):
+                return Choice(chosen, one.segment if chosen.segmented else 0, radix)
+    known = wanted._replace(nbytes=model.rounded(wanted.nbytes or 0))
+    return _modelled(known, rates)
 
 
-# The thresholds below are first sensible ones. With latency alpha and time per byte beta,
-# algorithms with log P steps win while alpha dominates and those that send each byte
-# about twice win when beta does.
-SMALL = 8 * KIB
-LARGE = 512 * KIB
-GATHER_ALL = 2 * KIB
+#: What runs where counts are not equal on all ranks, so that no size may decide: what needs
+#: no others' counts. Of the barrier there is one.
+_UNKNOWN = {"alltoall": "linear", "gather": "linear", "scatter": "linear"}
 
 
-def _allreduce(wanted: Wanted) -> str:
-    nbytes = wanted.nbytes or 0
-    if wanted.order == "rank" or wanted.wide:
-        # One fold over all operands: rounds once, and in rank order.
-        return "gather" if nbytes * wanted.size <= LARGE else "direct"
-    if wanted.size <= 2 or nbytes <= SMALL:
-        return "recursive_doubling"
-    if not wanted.commutative:
-        return "reduce_bcast" if nbytes <= LARGE else "direct"
-    return "circulant" if nbytes <= LARGE else "ring"
+@lru_cache(maxsize=4096)
+def _modelled(wanted: Wanted, rates: Rates) -> Choice:
+    """Return the choice of the cost model."""
+    candidates = [
+        algorithm
+        for algorithm in (find(wanted.collective, name) for name in _listed(wanted.collective))
+        # Those that want a round of counts before do not pay where counts are equal.
+        if _serves(algorithm, wanted) and algorithm.knows != "transit"
+    ]
+    chosen, segment = model.best(candidates, wanted.size, wanted.nbytes or 0, rates)
+    return Choice(chosen, segment)
 
 
-def _reduce(wanted: Wanted) -> str:
-    nbytes = wanted.nbytes or 0
-    if wanted.order == "rank" or wanted.wide:
-        return "linear" if nbytes * wanted.size <= LARGE else "direct"
-    if not wanted.commutative or wanted.size <= 2 or nbytes <= LARGE:
-        return "binomial"
-    return "rabenseifner"
+#: Preferred where the model finds no difference: no copies, few messages of one step.
+_FIRST = (
+    *("linear", "binomial", "recursive_doubling", "circulant", "bruck", "direct"),
+    *("gather", "dissemination"),
+)
 
 
-def _reduce_scatter(wanted: Wanted) -> str:
-    nbytes = wanted.nbytes or 0
-    if wanted.order == "rank" or wanted.wide or not wanted.commutative:
-        return "direct"
-    return "circulant" if nbytes <= LARGE else "ring"
+def _listed(collective: str) -> list[str]:
+    """Return the names of a collective, those first that win where times are equal."""
+    known = names(collective)
+    first = [name for name in _FIRST if name in known]
+    if collective in ("scan", "exscan", "reduce"):  # pipelines and stars come after trees
+        first.sort(key=lambda name: name == "linear")
+    return first + [name for name in known if name not in first]
 
 
-def _bcast(wanted: Wanted) -> str:
-    nbytes = wanted.nbytes or 0
-    return "binomial" if wanted.size <= 2 or nbytes <= SMALL * 8 else "scatter_allgather"
+def _serves(algorithm: Algorithm, wanted: Wanted) -> bool:
+    """Whether the automatic choice may take ``algorithm``: wide sums are rounded once."""
+    if wanted.wide and algorithm.order != "sequential":
+        return False
+    return not unfit(algorithm, wanted)
 
 
-def _allgather(wanted: Wanted) -> str:
-    nbytes = wanted.nbytes or 0
-    return "bruck" if nbytes <= SMALL * 8 else "ring"
+def default(wanted: Wanted, rates: Rates = DEFAULT) -> str:
+    """Return the name of the choice without a table."""
+    return automatic(wanted, None, rates).algorithm.name
 
 
-def _alltoall(wanted: Wanted) -> str:
-    # Counts of an uneven exchange are not equal on all ranks, so they may not decide.
-    if wanted.nbytes is None:
-        return "linear"
-    return "bruck" if wanted.size > 8 and wanted.nbytes <= 256 * wanted.size else "linear"
-
-
-def _rooted(wanted: Wanted) -> str:
-    # Only the root of a v-form knows the counts; linear needs no others.
-    if wanted.nbytes is None:
-        return "linear"
-    return "binomial" if wanted.size > 4 and wanted.nbytes <= SMALL * wanted.size else "linear"
-
-
-def default_segment(algorithm: Algorithm, wanted: Wanted) -> int:
+def default_segment(algorithm: Algorithm, wanted: Wanted, rates: Rates = DEFAULT) -> int:
     """Return the most bytes of a pipelined piece; 0 leaves blocks whole."""
-    return 256 * KIB if algorithm.segmented else 0
+    if wanted.nbytes is None:
+        return SEGMENT if algorithm.segmented else 0
+    nbytes = model.rounded(wanted.nbytes)
+    return model.best_segment(algorithm, wanted.size, nbytes, rates)
+
+
+SEGMENT = 256 * model.KIB  #: of a pipeline where the size is not known

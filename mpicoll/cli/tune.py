@@ -1,0 +1,296 @@
+"""`mpicoll tune`: measure which algorithm is fastest, and write a table that decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mpicoll._version import __version__
+from mpicoll.cli import tune_report
+from mpicoll.cli.common import (
+    Name,
+    Sizes,
+    console,
+    fault_of,
+    json_option,
+    refuse,
+    write_json,
+)
+from mpicoll.errors import SettingError
+from mpicoll.schedule.contracts import COLLECTIVES
+from mpicoll.selection.table import Entry, Table, dump, load, merged
+
+if TYPE_CHECKING:
+    from mpicoll.comm import Comm
+    from mpicoll.selection.calibration import Place
+    from mpicoll.selection.model import Rates
+
+
+@click.command()
+@click.option(
+    "--collectives",
+    "-c",
+    default="all",
+    show_default=True,
+    metavar="NAMES",
+    help="Names with commas between: allreduce,bcast.",
+)
+@click.option(
+    "--sizes",
+    default="8:8M:8",
+    type=Sizes(),
+    show_default=True,
+    help="FIRST:LAST[:FACTOR], factor 4 if not given, or a list: 8,64K,16M.",
+)
+@click.option(
+    "--ranks",
+    metavar="P,P,…",
+    help="Groups of the first P ranks that are measured, such as 2,4,8; all ranks if not given.",
+)
+@click.option(
+    "--memory",
+    type=click.Choice(["host", "device"]),
+    default="host",
+    show_default=True,
+    help="The communicators that the table is for: their memory= hint.",
+)
+@click.option(
+    "--seconds",
+    default=0.5,
+    show_default=True,
+    type=click.FloatRange(0),
+    metavar="S",
+    help="Time for each collective and size; at least 10 rounds of the fastest.",
+)
+@click.option(
+    "--out",
+    default="tuning.json",
+    show_default=True,
+    metavar="FILE",
+    help="The table; entries for other calls that are in it stay.",
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Measure the rates of the cost model only: seconds. No table is written.",
+)
+@json_option
+def tune(
+    collectives: str,
+    sizes: tuple[int, ...],
+    ranks: str | None,
+    memory: str,
+    seconds: float,
+    out: str,
+    quick: bool,
+    json_file: str | None,
+) -> None:
+    """Measure which algorithm is fastest here, and write a table of it.
+
+    \b
+      mpiexec -n 8 mpicoll tune                             everything, about a minute
+      mpiexec -n 8 mpicoll tune --ranks 2,4,8               for groups of 2, 4 and 8 ranks
+      mpiexec -n 8 mpicoll tune -c allreduce,bcast --sizes 1K:64M --out my.json
+      mpiexec -n 8 mpicoll tune --quick                     the rates of the cost model only
+      MPICOLL_TUNING=tuning.json mpiexec -n 8 python train.py
+
+    First the rates of the cost model are measured: what a step, a message, a byte takes. They
+    are kept in the user's cache folder, for this kind of host, this MPI and about as many
+    ranks; without a table they decide, and with one they fill its gaps. Then all algorithms of
+    each collective and size take turns, and the table says which is fastest. At run time it
+    decides for the collectives, ranks and sizes that it has; set MPICOLL_TUNING=FILE.
+
+    \b
+    size      bytes of the vector on one rank, or of all blocks together
+    default   what runs without a table, and its median time
+    best      the fastest; the default unless another is faster beyond the noise
+    gain      time of the default divided by that of the best in the same round, the
+              median over rounds, with its 95 % interval
+    """
+    names = _names(collectives)
+    from mpicoll.cli.facts import gather_facts, header
+    from mpicoll.cli.world import open_world
+
+    if memory == "device":
+        refuse("--memory device: device arrays are refused so far, so there is nothing to time")
+    comm = open_world(json_file, None if quick else out)
+    groups = _groups(ranks, comm.size)
+    screen = console(json_file)
+    old = None if quick else _old(comm, out)
+    facts = gather_facts(comm)
+    for line in header(facts):
+        screen.print(line)
+    if comm.size == 1:
+        screen.print("[dim]One rank sends nothing. More: mpiexec -n 8 mpicoll tune[/dim]")
+    results: list[dict[str, Any]] = []
+    entries: list[Entry] = []
+    rates: list[dict[str, Any]] = []
+    for size in groups:
+        with _group(comm, size) as group:
+            if group is None:
+                continue
+            mine, told = _calibrate(screen, group)
+            rates.append(told)
+            if not quick:
+                rows, found = _tune(screen, group, names, sizes, seconds, memory, mine)
+                results += rows
+                entries += found
+    if not quick and comm.rank == 0:
+        new = merged(old, Table(tuple(entries), facts["mpi"], __version__))
+        Path(out).write_text(dump(new), encoding="utf-8")
+        tune_report.conclude(screen, results)
+        screen.print(f"{out}: {len(new.entries)} entries. To use it: MPICOLL_TUNING={out}")
+    write_json(
+        json_file,
+        "tune",
+        {"environment": facts, "rates": rates, "out": None if quick else out, "results": results},
+    )
+    if comm.bcast(any(row["faults"] for row in results), root=0):
+        raise click.exceptions.Exit(1)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Return the collectives of a list with commas, each once."""
+    if text.strip().lower() == "all":
+        return tuple(COLLECTIVES)
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise click.UsageError("--collectives: no name is given; examples: all, allreduce,bcast")
+    known = Name()
+    try:
+        return tuple(dict.fromkeys(known.convert(word, None, None) for word in words))
+    except click.BadParameter as error:
+        raise click.UsageError(f"--collectives: {error.message}") from None
+
+
+def _groups(text: str | None, world: int) -> tuple[int, ...]:
+    """Return the sizes of groups, growing."""
+    if text is None:
+        return (world,)
+    try:
+        found = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        raise click.UsageError(f"--ranks {text}: expected numbers such as 2,4,8") from None
+    if not 1 <= found[0] <= found[-1] <= world:
+        raise click.UsageError(f"--ranks {text}: expected numbers from 1 to {world}, the ranks")
+    return tuple(found)
+
+
+def _old(comm: Comm, out: str) -> Table | None:
+    """Return the table that is in ``out``; what is there and is none is not overwritten."""
+    from mpicoll.runtime.place import library
+
+    found: Table | None = None
+    fault = ""
+    if comm.rank == 0 and Path(out).exists():
+        try:
+            found = load(Path(out).read_text(encoding="utf-8"), out, library())
+        except (SettingError, OSError, ValueError) as error:
+            fault = f"{error}. It is left as it is: remove it, or name another --out"
+    refuse(comm.bcast(fault or fault_of(out), root=0))
+    return found
+
+
+@contextmanager
+def _group(comm: Comm, size: int) -> Iterator[Comm | None]:
+    """Hand the first ``size`` ranks a communicator; the others wait, asleep, until the end."""
+    from mpicoll.cli.world import native
+
+    if size == comm.size:
+        yield comm
+        return
+    group = comm.Split(int(comm.rank >= size))
+    inside = comm.rank < size
+    try:
+        yield group if inside else None
+    finally:
+        done = native(comm).Ibarrier()
+        while not done.Test():
+            time.sleep(0.01 if not inside else 0)
+        group.Free()
+
+
+def _calibrate(screen: Console, comm: Comm) -> tuple[Rates, dict[str, Any]]:
+    """Measure the rates, keep them and show them; return them, for --json too."""
+    from mpicoll.cli.calibrate import fit, measure
+    from mpicoll.cli.world import native
+    from mpicoll.runtime.place import place
+    from mpicoll.selection.calibration import lookup, store
+
+    where = comm.bcast(place(native(comm)), root=0)
+    if comm.size == 1:
+        return lookup(where), _told(where, lookup(where), 1.0, "")
+    samples = measure(comm, 0.1)
+    rates, off = fit(samples, comm.size, where.load)
+    file = ""
+    if comm.rank == 0:
+        try:
+            file = str(store(where, rates))
+        except OSError as error:
+            screen.print(f"[yellow]the rates can not be kept:[/] {error}")
+    rates = comm.bcast(rates, root=0)
+    tune_report.show_rates(screen, comm.size, rates, off, file)
+    return rates, _told(where, rates, off, file)
+
+
+def _told(where: Place, rates: Rates, off: float, file: str) -> dict[str, Any]:
+    """Return the rates for --json."""
+    return {
+        "ranks": where.ranks,
+        "ranks_per_core": where.load,
+        "host": where.host,
+        "mpi": where.mpi,
+        "seconds": {
+            "step": rates.step,
+            "message": rates.message,
+            "byte": rates.byte,
+            "local_byte": rates.local,
+        },
+        "off_by": off,
+        "file": file,
+    }
+
+
+def _tune(
+    screen: Console,
+    comm: Comm,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    seconds: float,
+    memory: str,
+    rates: Rates,
+) -> tuple[list[dict[str, Any]], list[Entry]]:
+    """Measure all collectives and sizes on one group; show them; return rows and entries."""
+    from mpicoll.cli.tune_measure import entries_of, measure, shapes
+
+    wanted = {name: shapes(name, comm.size, sizes) for name in names}
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=screen,
+        transient=True,
+        disable=screen.quiet or not screen.is_terminal,
+    )
+    rows: list[dict[str, Any]] = []
+    entries: list[Entry] = []
+    with progress:
+        task = progress.add_task("", total=sum(map(len, wanted.values())))
+        for name, cases in wanted.items():
+            mine = []
+            for shape in cases:
+                progress.update(task, description=f"{name}, {comm.size} ranks")
+                mine.append(measure(comm, shape, seconds, rates))
+                progress.advance(task)
+            tune_report.show(screen, mine)
+            rows += mine
+            entries += entries_of(mine, memory)
+    return rows, entries

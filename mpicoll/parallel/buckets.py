@@ -1,0 +1,143 @@
+"""Buckets: the gradients of several parameters in one flat array, reduced in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicoll import kernels
+from mpicoll.parallel.compression import Compression
+
+Array: TypeAlias = npt.NDArray[Any]
+
+#: Elements whose squares are summed at a time, so that what they widen to stays in cache.
+_PIECE = 1 << 14
+
+
+def layout(params: Mapping[str, Array], bucket_bytes: int) -> list[list[str]]:
+    """Return the names of each bucket, in the order in which the buckets are sent.
+
+    Parameters are taken in reverse order of use, as backward has their gradients. A bucket
+    holds one dtype and at most ``bucket_bytes``, or one larger parameter; its turn comes with
+    its last parameter. Depends only on what the ranks have agreed on.
+    """
+    done: list[tuple[int, list[str]]] = []
+    filling: dict[np.dtype[Any], tuple[int, int, list[str]]] = {}
+    for at, (name, param) in enumerate(reversed(list(params.items()))):
+        last, nbytes, names = filling.get(param.dtype, (at, 0, []))
+        if names and nbytes + param.nbytes > bucket_bytes:
+            done.append((last, names))
+            nbytes, names = 0, []
+        filling[param.dtype] = at, nbytes + param.nbytes, [*names, name]
+    done += [(last, names) for last, _, names in filling.values()]
+    return [names for _, names in sorted(done)]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The place of one gradient. ``filled``: it holds a sum; ``ready``: and awaits its turn."""
+
+    name: str
+    bucket: Bucket
+    view: Array
+    filled: bool = False
+    ready: bool = False
+
+    def add(self, grad: Array) -> None:
+        """Set or, where there is a sum already, add a gradient."""
+        # A warning that is turned into an error on one rank would leave the others waiting.
+        with np.errstate(all="ignore"):
+            if self.filled:
+                np.add(self.view, grad, out=self.view)
+            else:
+                np.copyto(self.view, grad)
+        self.filled = True
+
+
+class Bucket:
+    """A flat array of one dtype with a slot per gradient, kept from step to step.
+
+    ``message`` is what travels: the array itself, or what a hook makes of it.
+    """
+
+    def __init__(
+        self, names: Sequence[str], params: Mapping[str, Array], hook: Compression | None
+    ) -> None:
+        dtype = params[names[0]].dtype
+        self.flat = np.zeros(sum(params[name].size for name in names), dtype)
+        self._hook = hook if dtype == np.float32 else None
+        self.message = (
+            self.flat if self._hook is None else np.zeros(self.flat.size, self._hook.dtype)
+        )
+        self.request: Any = None
+        self.slots: list[Slot] = []
+        start = 0
+        for name in names:
+            stop = start + params[name].size
+            view = self.flat[start:stop].reshape(params[name].shape)
+            self.slots.append(Slot(name, self, view))
+            start = stop
+        self.missing = len(self.slots)
+
+    @property
+    def plain(self) -> bool:
+        """Whether an MPI's own allreduce takes the message and its mean is sum by size."""
+        return self._hook is None and self.message.dtype.itemsize > 2
+
+    def compress(self) -> None:
+        """Make the message, before it is sent."""
+        if self._hook is not None:
+            self._hook.compress(self.message, self.flat)
+
+    def expand(self) -> None:
+        """Take the message apart, when it has been reduced."""
+        if self._hook is not None:
+            self._hook.expand(self.flat, self.message)
+
+    def complete(self) -> None:
+        """Set what no gradient came for to zero."""
+        for slot in self.slots:
+            if not slot.filled:
+                slot.view[...] = 0
+        self.missing = 0
+
+    def restart(self) -> None:
+        """Forget what was ready: the next gradients are those of a new step."""
+        self.missing = len(self.slots)
+        for slot in self.slots:
+            slot.filled = slot.ready = False
+
+    def divide(self, size: int) -> None:
+        """Divide the message by the number of ranks, as `mpicoll.AVG` does."""
+        parts = _real(self.message)
+        with np.errstate(all="ignore"):
+            np.divide(parts, parts.dtype.type(size), out=parts)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients, 16-bit ones in float32."""
+        half = kernels.half(self.flat.dtype)
+        if half is not None:
+            dense = self.flat.view(np.uint8)
+            half.scale(dense, dense, factor)
+            return
+        parts = _real(self.flat)
+        with np.errstate(all="ignore"):
+            np.multiply(parts, parts.dtype.type(factor), out=parts)
+
+    def squares(self, start: int, stop: int) -> float:
+        """Return the sum of the squared magnitudes of some elements, in float64."""
+        parts, total = _real(self.flat[start:stop]), 0.0
+        with np.errstate(all="ignore"):
+            for low in range(0, parts.size, _PIECE):
+                wide = parts[low : low + _PIECE].astype(np.float64)
+                total += float(np.dot(wide, wide))
+        return total
+
+
+def _real(flat: Array) -> Array:
+    """Return complex numbers as their parts; a complex division would round twice."""
+    return flat.view(flat.dtype.char.lower()) if flat.dtype.kind == "c" else flat

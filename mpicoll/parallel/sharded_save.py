@@ -1,0 +1,137 @@
+"""Saving of sharded state, per shard or as one file.
+
+What is wrong on one rank is raised on all, with its reason; what was saved before stays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mpicoll.comm import Comm
+from mpicoll.parallel.flat import Array, Group, bits
+from mpicoll.parallel.sharded_files import (
+    MANIFEST,
+    Archive,
+    Manifest,
+    Saved,
+    file_digest,
+    remove,
+    remove_others,
+    shard_name,
+    to_json,
+    write,
+)
+from mpicoll.parallel.sharded_state import Part, SavedStateError, named, reason, verdict
+
+
+def _manifest(
+    parts: Sequence[Part],
+    comm: Comm,
+    token: str,
+    step: int,
+    optimizer: Mapping[str, Any],
+    digests: Sequence[str],
+) -> Manifest:
+    saved = tuple(
+        Saved(part.group, {kind: array.dtype for kind, array in part.arrays.items()})
+        for part in parts
+    )
+    return Manifest(step, comm.size, token, optimizer, saved, tuple(digests))
+
+
+def save_shards(
+    comm: Comm,
+    folder: str,
+    parts: Sequence[Part],
+    step: int,
+    optimizer: Mapping[str, Any],
+    fault: str,
+) -> None:
+    """Write one file per rank, then the manifest that makes them valid; collective."""
+    what = f"save to {folder!r}"
+    token: str = comm.bcast(os.urandom(8).hex(), root=0)
+    if not fault and comm.rank == 0:
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            fault = reason(error)
+    verdict(comm, what, fault)
+
+    path = os.path.join(folder, shard_name(token, comm.rank, comm.size))
+    digest = ""
+    try:
+        write(path, lambda file: _fill_shard(file, parts))
+        digest = file_digest(path)
+    except Exception as error:  # whatever it is, the others have to hear of it
+        fault = reason(error)
+    digests = comm.allgather(digest)
+    try:
+        verdict(comm, what, fault)
+        if comm.rank == 0:
+            text = to_json(_manifest(parts, comm, token, step, optimizer, digests))
+            try:
+                write(os.path.join(folder, MANIFEST), lambda file: _fill_text(file, text))
+            except Exception as error:
+                fault = reason(error)
+        verdict(comm, what, fault)
+    except SavedStateError:
+        remove(path)
+        raise
+    if comm.rank == 0:
+        remove_others(folder, token)
+
+
+def _fill_shard(file: BinaryIO, parts: Sequence[Part]) -> None:
+    archive = Archive(file)
+    for number, part in enumerate(parts):
+        for kind, array in part.arrays.items():
+            archive.add(f"{number}.{kind}", array)
+    archive.close()
+
+
+def _fill_text(file: BinaryIO, text: str) -> None:
+    file.write(text.encode())
+
+
+def save_file(
+    comm: Comm,
+    path: str,
+    parts: Sequence[Part],
+    step: int,
+    optimizer: Mapping[str, Any],
+    fault: str,
+) -> None:
+    """Write one file on rank 0, whose memory holds one group's array at a time; collective."""
+    what = f"save to {path!r}"
+    verdict(comm, what, fault)
+    arrived = _gathered(comm, parts)
+
+    def fill(file: BinaryIO) -> None:
+        archive = Archive(file)
+        for kind, group, full in arrived:
+            for key, array in named(kind, group, full):
+                archive.add(key, array)
+        manifest = _manifest(parts, comm, "0" * 16, step, optimizer, [archive.hexdigest()])
+        archive.close(to_json(manifest))
+
+    if comm.rank == 0:
+        try:
+            write(path, fill)
+        except Exception as error:
+            fault = reason(error)
+    for _ in arrived:
+        pass  # the other ranks send, or rank 0 could not write and takes in the rest
+    verdict(comm, what, fault)
+
+
+def _gathered(comm: Comm, parts: Sequence[Part]) -> Iterator[tuple[str, Group, Array]]:
+    """Bring the arrays to rank 0, one at a time; the others get empty ones."""
+    for part in parts:
+        for kind, array in part.arrays.items():
+            full = np.empty(array.size * comm.size if comm.rank == 0 else 0, array.dtype)
+            comm.Gather(bits(array), bits(full) if comm.rank == 0 else None, 0)
+            yield kind, part.group, full

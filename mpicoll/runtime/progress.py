@@ -1,0 +1,247 @@
+"""Collectives in flight: what drives them, and who waits for them.
+
+An `Operation` is a call under way: a generator that yields the executions it needs, one
+after another. Whoever calls into mpicoll drives all operations of the process a little; a
+progress thread does so too where one is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, TypeAlias
+
+from mpicoll.errors import CollectiveTimeout
+from mpicoll.runtime import watchdog
+from mpicoll.runtime.executor import Execution
+from mpicoll.runtime.record import Record
+
+if TYPE_CHECKING:
+    from mpicoll.runtime.link import Link
+
+#: What a call does: it yields executions, each of which is complete when it goes on.
+Course: TypeAlias = Generator[Execution, None, None]
+
+#: A waiting rank spins this long before it gives its core away now and then.
+SPIN_SECONDS = 0.0002
+#: The longest nap of a waiting rank, and the share of the time waited that a nap may have.
+NAP_SECONDS = 0.001
+NAP_SHARE = 0.05
+
+
+class Operation:
+    """A collective call of this rank, from its start to its end.
+
+    ``error`` is what it raised, once it is ``done``; ``begun`` says whether it came as far
+    as a message; ``on_end`` is called when it is done. Its buffers stay alive with it.
+    """
+
+    __slots__ = (
+        "_busy",
+        "_course",
+        "_execution",
+        "begun",
+        "deadline",
+        "done",
+        "error",
+        "link",
+        "on_end",
+        "record",
+    )
+
+    def __init__(self, link: Link, record: Record, course: Course) -> None:
+        """Take a call over; nothing is done before the first `advance`."""
+        self.link = link
+        self.record = record
+        self.begun = self.done = False
+        self.error: BaseException | None = None
+        self.deadline: float | None = None
+        self.on_end: Callable[[], None] | None = None
+        self._course = course
+        self._execution: Execution | None = None
+        self._busy = threading.Lock()
+
+    def advance(self) -> bool:
+        """Go as far as it goes without waiting; return whether it is done."""
+        if self.done:
+            return True
+        # Another thread may be at it, or this one, from inside a user operator.
+        if not self._busy.acquire(blocking=False):
+            return False
+        try:
+            while not self.done:
+                if self._execution is not None and not self._execution.advance():
+                    return False
+                self._next()
+        finally:
+            self._busy.release()
+        return True
+
+    def finish(self) -> None:
+        """Run to the end, waiting inside MPI; for a call that nothing else depends on."""
+        with self._busy:
+            while not self.done:
+                if self._execution is not None:
+                    self._execution.run()
+                self._next()
+
+    def _next(self) -> None:
+        try:
+            self._execution = next(self._course)
+            self.begun = True
+        except StopIteration:
+            self._end(None)
+        except BaseException as error:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._execution = None
+        self.error = error
+        self.link.closed(self.record, error)
+        self.done = True
+        if self.on_end is not None:
+            self.on_end()
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the ranks whose messages the present step waits for."""
+        return self._execution.pending() if self._execution is not None else ()
+
+    def wait(self, limit: float | None = None) -> None:
+        """Wait until it is done, driving the others too; raise what it raised.
+
+        With ``limit``, seconds from the first wait or test on, CollectiveTimeout is raised
+        when they are over. An interrupted wait leaves the operation in flight.
+        """
+        if not self.done:
+            self.hold_to(limit)
+            others = any(one is not self for one in _ACTIVE)
+            if self.deadline is None and not (others or self.link.watched or self.link.threaded):
+                discard(self)
+                self.finish()
+            else:
+                self._await()
+        if self.error is not None:
+            raise self.error
+
+    def _await(self) -> None:
+        try:
+            await_(self.advance, self.watch)
+        except CollectiveTimeout:
+            discard(self)
+            raise
+        except BaseException:
+            if not self.done and not any(one is self for one in _ACTIVE):
+                _ACTIVE.append(self)
+            raise
+
+    def hold_to(self, limit: float | None) -> None:
+        """Let the time limit run from now on, unless it runs already."""
+        if limit and self.deadline is None:
+            self.link.watch()
+            self.deadline = time.perf_counter() + limit
+
+    def watch(self) -> None:
+        """Raise KeyboardInterrupt if one came, CollectiveTimeout if time is over, here or
+        on another rank."""
+        execution = self._execution
+        if execution is not None and isinstance(execution.failed, KeyboardInterrupt):
+            raise KeyboardInterrupt
+        if self.link.watched:
+            watchdog.watch(self)
+
+
+def await_(done: Callable[[], bool], watch: Callable[[], None]) -> None:
+    """Wait until ``done()``; drive all operations and call ``watch`` meanwhile."""
+    start = time.perf_counter()
+    while not done():
+        progress()
+        watch()
+        waited = time.perf_counter() - start
+        if waited > SPIN_SECONDS:
+            time.sleep(min(NAP_SECONDS, NAP_SHARE * (waited - SPIN_SECONDS)))
+
+
+#: Operations in flight that nobody may be waiting for at present.
+_ACTIVE: list[Operation] = []
+
+
+def launch(operation: Operation) -> None:
+    """Start an operation and leave it to whoever drives."""
+    _ACTIVE.append(operation)
+    if operation.advance():
+        discard(operation)
+    elif operation.link.threaded:
+        _THREAD.wake()
+
+
+def discard(operation: Operation) -> None:
+    """Drive an operation no more."""
+    with contextlib.suppress(ValueError):  # another thread may have been faster
+        _ACTIVE.remove(operation)
+
+
+def progress() -> None:
+    """Drive every operation in flight a little."""
+    for operation in list(_ACTIVE):
+        if operation.advance():
+            discard(operation)
+
+
+def busy() -> bool:
+    """Whether any operation is in flight."""
+    return bool(_ACTIVE)
+
+
+def active(link: Link | None = None) -> list[Operation]:
+    """Return the operations in flight, all or those of one communicator."""
+    return [one for one in list(_ACTIVE) if link is None or one.link is link]
+
+
+class _Thread:
+    """The progress thread: asleep while nothing is in flight, and seldom up while it waits."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._work = threading.Event()
+        self._stop = False
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._stop = False
+            self._thread = threading.Thread(target=self._run, name="mpicoll", daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        self._work.set()
+
+    def stop(self) -> None:
+        """End it, before MPI ends."""
+        if self._thread is not None:
+            self._stop = True
+            self._work.set()
+            self._thread.join()
+            self._thread = None
+
+    def _own(self) -> list[Operation]:
+        return [] if self._stop else [one for one in active() if one.link.threaded]
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._work.wait()
+            self._work.clear()
+            nap = THREAD_NAP_SECONDS
+            while own := self._own():
+                before = [one.record.step for one in own]
+                progress()
+                # While messages come it stays awake; else it sleeps longer and longer.
+                moved = before != [one.record.step for one in own]
+                nap = THREAD_NAP_SECONDS if moved else min(NAP_SECONDS, nap * 1.5)
+                time.sleep(nap)
+
+
+THREAD_NAP_SECONDS = 0.00002
+_THREAD = _Thread()
+start_thread: Callable[[], None] = _THREAD.start
+stop_thread: Callable[[], None] = _THREAD.stop

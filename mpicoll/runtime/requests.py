@@ -1,0 +1,370 @@
+"""Requests of non-blocking and persistent collectives, with mpi4py's methods."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+from mpi4py import MPI
+
+from mpicoll.runtime import progress
+from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.progress import Operation
+
+_Any: TypeAlias = "Request | MPI.Request"
+
+
+class Request:
+    """A collective that was started and is completed by `Wait` or `Test`.
+
+    Lists given to the class methods may hold requests of mpi4py as well. A request that
+    is dropped while its collective is under way gives a ResourceWarning; the collective
+    is still completed, at the latest before MPI is finalised.
+
+    mpi4py's own ``MPI.Request.Waitall`` and its kin hand C handles to the MPI and can not
+    drive what runs in Python: on a communicator with ``progress="thread"`` the requests of
+    ``I…`` methods work there too, elsewhere TypeError is raised.
+    """
+
+    _operation: Operation | None
+    _limit: float | None
+
+    def __init__(self, operation: Operation | None = None, limit: float | None = None) -> None:
+        """Make the request of an operation; ``limit`` seconds are what a wait may take."""
+        self._operation = operation
+        self._limit = limit
+
+    def __bool__(self) -> bool:
+        """Whether there is something that is not waited for yet, as in mpi4py."""
+        return self._operation is not None
+
+    def __del__(self) -> None:
+        operation = getattr(self, "_operation", None)
+        if operation is not None and not operation.done:
+            warnings.warn(
+                f"a request was dropped before {operation.record.collective} "
+                f"#{operation.record.sequence}, started at {operation.record.site}, was complete",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+    # -- one request --------------------------------------------------------------------
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+        """Wait until the collective is complete; raise what went wrong.
+
+        CollectiveTimeout is raised when its time limit is over, counted from the first
+        wait or test.
+        """
+        operation = self._operation
+        if operation is not None:
+            try:
+                operation.wait(self._limit)
+            finally:
+                if operation.done:
+                    self._over()
+        _empty(status)
+        return True
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the collective is complete, and drive it; raise as `Wait` does."""
+        operation = self._operation
+        if operation is not None:
+            operation.hold_to(self._limit)
+            progress.progress()
+            if not operation.advance():
+                operation.watch()
+                return False
+            progress.discard(operation)
+            self._over()
+            if operation.error is not None:
+                raise operation.error
+        _empty(status)
+        return True
+
+    def wait(self, status: MPI.Status | None = None) -> None:
+        """Wait until the collective is complete, as `Wait`; there is no object to return."""
+        self.Wait(status)
+
+    def test(self, status: MPI.Status | None = None) -> tuple[bool, None]:
+        """Return whether the collective is complete, and None for the object."""
+        return self.Test(status), None
+
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the collective is complete; the request stays as it is."""
+        progress.progress()
+        done = self._operation is None or self._operation.done
+        if done:
+            _empty(status)
+        return done
+
+    def Cancel(self) -> None:
+        """Raise: MPI allows no collective to be cancelled."""
+        raise CallError(MPI.ERR_REQUEST, "a collective can not be cancelled; wait for it")
+
+    def cancel(self) -> None:
+        """Raise, as `Cancel`."""
+        self.Cancel()
+
+    def Free(self) -> None:
+        """Give up a request that is complete; one under way raises, as MPI rules."""
+        if self._operation is not None and not self._operation.done:
+            raise CallError(
+                MPI.ERR_REQUEST,
+                "the request of a collective under way can not be freed; wait for it",
+            )
+        self._over()
+
+    def free(self) -> None:
+        """Give up a request, as `Free`."""
+        self.Free()
+
+    def _over(self) -> None:
+        self._operation = None
+
+    # -- many requests ------------------------------------------------------------------
+
+    @classmethod
+    def Waitall(
+        cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None
+    ) -> Literal[True]:
+        """Wait until all are complete; raise the first error, after all are."""
+        errors = []
+        for number, request in enumerate(requests):
+            try:
+                _waited(request, _status(statuses, number))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return True
+
+    @classmethod
+    def Testall(cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None) -> bool:
+        """Return whether all are complete; if not, none of them is given up."""
+        if not all(request.Get_status() for request in requests):
+            for request in requests:
+                if isinstance(request, Request):
+                    request._watch()
+            return False
+        return cls.Waitall(requests, statuses)
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[_Any], status: MPI.Status | None = None) -> int:
+        """Wait until one is complete and return its index, MPI.UNDEFINED if none is active."""
+        return _until(lambda: cls.Testany(requests, status))[0]
+
+    @classmethod
+    def Testany(
+        cls, requests: Sequence[_Any], status: MPI.Status | None = None
+    ) -> tuple[int, bool]:
+        """Return the index of one that is complete and True; (MPI.UNDEFINED, True) if none
+        is active."""
+        active = [number for number, request in enumerate(requests) if _is_active(request)]
+        if not active:
+            _empty(status)
+            return MPI.UNDEFINED, True
+        for number in active:
+            if requests[number].Test(status):
+                return number, True
+        return MPI.UNDEFINED, False
+
+    @classmethod
+    def Waitsome(
+        cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None
+    ) -> list[int] | None:
+        """Wait until some are complete and return their indices, None if none is active."""
+        return _until(lambda: _some(requests, statuses))[0]
+
+    @classmethod
+    def Testsome(
+        cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None
+    ) -> list[int] | None:
+        """Return the indices of those that are complete, None if none is active."""
+        return _some(requests, statuses)[0]
+
+    @classmethod
+    def waitall(
+        cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None
+    ) -> list[Any]:
+        """Wait for all and return their objects; a collective has None."""
+        return [request.wait(_status(statuses, number)) for number, request in enumerate(requests)]
+
+    def _watch(self) -> None:
+        """Look at the time limit of a test that said no."""
+        if self._operation is not None:
+            self._operation.hold_to(self._limit)
+            self._operation.watch()
+
+
+class Prequest(Request):
+    """A persistent collective: `Start` begins it, `Wait` or `Test` completes it, again and again.
+
+    Arguments are checked, memory is sliced and MPI's requests are made once. The buffers
+    belong to it until `Free`, which is local.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Operation],
+        free: Callable[[], None],
+        limit: float | None = None,
+    ) -> None:
+        """Make a request from what starts it and what frees it."""
+        super().__init__(None, limit)
+        self._start = start
+        self._release: Callable[[], None] | None = free
+
+    def __bool__(self) -> bool:
+        """Whether it was not freed, as in mpi4py."""
+        return self._release is not None
+
+    def Start(self) -> None:
+        """Begin the collective once more; on all ranks. One that is active raises."""
+        if self._release is None:
+            raise CallError(MPI.ERR_REQUEST, "this persistent collective was freed")
+        if self._operation is not None:
+            raise CallError(
+                MPI.ERR_REQUEST, "this persistent collective is active; wait for it first"
+            )
+        self._operation = self._start()
+
+    @classmethod
+    def Startall(cls, requests: Sequence[Prequest | MPI.Prequest]) -> None:
+        """Begin all of them."""
+        for request in requests:
+            request.Start()
+
+    def Free(self) -> None:
+        """Free the plan; local. One that is active raises, as MPI rules."""
+        super().Free()
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+
+class GeneralRequest(Request, MPI.Grequest):
+    """A request that mpi4py's own ``MPI.Request.Waitall`` takes: the progress thread runs it."""
+
+    def __del__(self) -> None:
+        operation = getattr(self, "_operation", None)
+        super().__del__()
+        if operation is not None and not operation.done:
+            operation.on_end = self._complete  # lives on until the MPI has its request back
+
+    def _complete(self) -> None:
+        self.Complete()
+        self._over()
+
+    def _over(self) -> None:
+        super()._over()
+        with contextlib.suppress(MPI.Exception):  # what it raised is in the operation
+            MPI.Request.Wait(self)
+
+
+def _empty(status: MPI.Status | None) -> None:
+    """Make a status that of no message."""
+    if status is not None:
+        status.Set_source(MPI.ANY_SOURCE)
+        status.Set_tag(MPI.ANY_TAG)
+        status.Set_error(MPI.SUCCESS)
+        status.Set_elements(MPI.BYTE, 0)
+
+
+def _status(statuses: list[MPI.Status] | None, number: int) -> MPI.Status | None:
+    """Return the status of a request; mpi4py lengthens the list, too."""
+    if statuses is None:
+        return None
+    while len(statuses) <= number:
+        statuses.append(MPI.Status())
+    return statuses[number]
+
+
+def _is_active(request: _Any) -> bool:
+    if isinstance(request, Request):
+        return request._operation is not None
+    return request != MPI.REQUEST_NULL
+
+
+def _waited(request: _Any, status: MPI.Status | None) -> None:
+    """Wait for one request while all operations are driven."""
+    if isinstance(request, Request) or not progress.active():
+        request.Wait(status)
+        return
+    progress.await_(lambda: request.Test(status), _unwatched)
+
+
+def _unwatched() -> None:
+    """Watch nothing: a request of mpi4py has no time limit."""
+
+
+_Answer = TypeVar("_Answer")
+
+
+def _until(ask: Callable[[], tuple[_Answer, bool]]) -> tuple[_Answer, bool]:
+    """Ask until the answer is true, driving all operations meanwhile."""
+    found = ask()
+    if not found[1]:
+
+        def asked() -> bool:
+            nonlocal found
+            found = ask()
+            return found[1]
+
+        progress.await_(asked, _unwatched)
+    return found
+
+
+def _some(
+    requests: Sequence[_Any], statuses: list[MPI.Status] | None
+) -> tuple[list[int] | None, bool]:
+    active = [number for number, request in enumerate(requests) if _is_active(request)]
+    if not active:
+        return None, True
+    done: list[int] = []
+    for number in active:
+        if requests[number].Test(_status(statuses, len(done))):
+            done.append(number)
+    return done, bool(done)
+
+
+def request_for(operation: Operation, limit: float | None) -> Request:
+    """Return the request of an operation that was not launched yet."""
+    if not operation.link.threaded:
+        return _Driven(operation, limit)
+    request = cast(GeneralRequest, GeneralRequest.Start(_query(operation), None, _cancel))
+    Request.__init__(request, operation, limit)
+    weak = weakref.ref(request)
+
+    def complete() -> None:
+        if (alive := weak()) is not None:
+            alive.Complete()
+
+    operation.on_end = complete
+    return request
+
+
+def _query(operation: Operation) -> Callable[[MPI.Status], None]:
+    def query(status: MPI.Status) -> None:
+        _empty(status)
+        if operation.error is not None:
+            raise MPI.Exception(
+                operation.error.Get_error_class()
+                if isinstance(operation.error, MPI.Exception)
+                else MPI.ERR_OTHER
+            )
+
+    return query
+
+
+def _cancel(completed: bool) -> None:
+    if not completed:
+        raise MPI.Exception(MPI.ERR_REQUEST)
+
+
+# The name is what mpi4py says when it is given one: "Cannot convert … to mpi4py.MPI.Request".
+_Driven: type[Request] = type("Request, to be waited for by mpicoll.Request,", (Request,), {})

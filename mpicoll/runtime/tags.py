@@ -1,0 +1,138 @@
+"""Tags of one communicator, and what keeps them apart.
+
+A tag is made of a slot and a code. Calls take the slots in turn; the code tells what the
+call is, so that messages of two calls that do not belong together do not meet. Beyond the
+slots lie a tag for control messages and those of persistent plans.
+
+Slots come round. A message that nobody received (a call raised on one rank and the others
+had sent to it) must be gone by then, so half of the slots is cleaned while the other half
+is in use, without making anybody wait who is less than a quarter of them ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from zlib import crc32
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicoll.runtime.faults import CallError
+
+CODES = 256
+
+
+class Tags:
+    """The sequence of calls of a communicator and the tags that go with it."""
+
+    def __init__(self, hidden: MPI.Intracomm) -> None:
+        """Divide the tags of the hidden duplicate; the same on all ranks."""
+        upper = hidden.Get_attr(MPI.TAG_UB)
+        half = ((upper if isinstance(upper, int) else 32767) + 1) // 2
+        self._hidden = hidden
+        # TAG_UB is at least 32767; where it is not much more, codes are done without.
+        self._codes = CODES if half >= CODES << 12 else 1
+        self.sequence = 0
+        self.divide(half // self._codes)
+        self.control = half
+        self._first_plan = half + 1
+        self._plans = half - 1
+        self._made = 0
+        self._free: list[int] = []
+        self._live: set[int] = set()
+
+    def divide(self, slots: int) -> None:
+        """Use that many slots, a multiple of four."""
+        self._quarter = max(1, slots // 4)
+        self._slots = 4 * self._quarter
+        self._passed: MPI.Request | None = None
+        self._abandoned: list[int] = []
+
+    # -- calls ------------------------------------------------------------------------
+
+    def next_sequence(self, complete: Callable[[range], None]) -> int:
+        """Return the number of the next call; every rank comes here for every call.
+
+        ``complete`` has to complete the calls in flight whose numbers it is given.
+        """
+        self.sequence += 1
+        if self.sequence % self._quarter == 0:
+            self._turn(self.sequence // self._quarter % 4, complete)
+        return self.sequence
+
+    def tag(self, sequence: int, *what: object) -> int:
+        """Return the tag of a call for the messages that belong to ``what``."""
+        slot = sequence % self._slots
+        return slot if self._codes == 1 else slot * CODES + _code(what)
+
+    def abandon(self, sequence: int) -> None:
+        """Note a call that raised: messages of others to it may never be received."""
+        self._abandoned.append(sequence)
+
+    def _turn(self, quarter: int, complete: Callable[[range], None]) -> None:
+        """Do what is due at the beginning of a quarter of the slots."""
+        if quarter % 2:  # the middle of a half: clean the other one
+            before = self.sequence - self._quarter
+            complete(range(before - 2 * self._quarter, before))
+            self._pass()  # all ranks have left the other half
+            for sequence in [one for one in self._abandoned if one < before]:
+                self._clean(sequence)
+                self._abandoned.remove(sequence)
+        else:
+            self._pass()  # all ranks have cleaned the half that begins
+        self._passed = self._hidden.Ibarrier()
+
+    def _pass(self) -> None:
+        if self._passed is not None:
+            self._passed.Wait()
+            self._passed = None
+
+    def _clean(self, sequence: int) -> None:
+        """Throw away the messages that were sent to a call which raised."""
+        status = MPI.Status()
+        first = sequence % self._slots * self._codes
+        for tag in range(first, first + self._codes):
+            while message := self._hidden.Improbe(MPI.ANY_SOURCE, tag, status):
+                message.Recv([bytearray(status.count), MPI.BYTE])
+
+    # -- persistent plans ---------------------------------------------------------------
+
+    def take_plan(self) -> int:
+        """Return a tag for a persistent plan; collective, the same on all ranks."""
+        if self._made < self._plans:
+            number = self._made
+            self._made += 1
+        else:
+            if not self._free:
+                self._agree()
+            number = self._free.pop()
+        self._live.add(number)
+        return self._first_plan + number
+
+    def give_plan(self, tag: int) -> None:
+        """Give the tag of a plan back; local, so the others may still have theirs."""
+        self._live.discard(tag - self._first_plan)
+
+    def _agree(self) -> None:
+        """Find the tags that no rank has a plan for."""
+        used = np.zeros(self._plans, np.uint8)
+        used[_numbers(self._live)] = 1
+        self._hidden.Allreduce(MPI.IN_PLACE, used, MPI.MAX)
+        self._free = np.flatnonzero(used == 0)[::-1].tolist()
+        if not self._free:
+            raise CallError(
+                MPI.ERR_OTHER,
+                f"{self._plans} persistent plans are alive on this communicator, one for each "
+                "tag; free some by Request.Free",
+            )
+
+
+def _numbers(live: Iterable[int]) -> list[int]:
+    return sorted(live)
+
+
+@lru_cache(maxsize=4096)
+def _code(what: tuple[object, ...]) -> int:
+    """Return a number below CODES that tells most calls apart; the same on all ranks."""
+    return crc32(repr(what).encode()) % CODES

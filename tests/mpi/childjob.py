@@ -1,0 +1,58 @@
+"""Jobs that a test starts, for what would end or hang the job that runs the tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+# What launchers give to their ranks: with it, a second mpiexec thinks it is one of them.
+_PREFIXES = ("OMPI_COMM_", "PMI", "PRTE", "HYDRA", "HYDI", "MPI_LOCAL", "I_MPI_HYDRA", "MPIR_")
+_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+_YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1", "I_MPI_THREAD_YIELD": "3"}
+LIMIT = 100  #: seconds, after which a job has hung
+
+
+class Ended(NamedTuple):
+    """How a job ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def mpiexec(size: int) -> list[str]:
+    """Return the start of a command line: that of the MPI which these tests run on."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert found is not None, "no mpiexec beside Python or in PATH"
+    open_mpi = MPI.get_vendor()[0] == "Open MPI"
+    return [
+        found,
+        *(["--oversubscribe", "--bind-to", "none"] if open_mpi else []),
+        "-n",
+        str(size),
+    ]
+
+
+def run_job(size: int, script: str, folder: Path, *arguments: str, **variables: str) -> Ended:
+    """Run ``script`` on ``size`` ranks in ``folder``; TimeoutExpired if it hangs."""
+    file = folder / "script.py"
+    file.write_text(script, encoding="utf-8")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
+    done = subprocess.run(
+        [*mpiexec(size), sys.executable, str(file), *arguments],
+        env={**_YIELD, **environment, **_ROOT, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        cwd=folder,
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)

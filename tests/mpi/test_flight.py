@@ -1,0 +1,179 @@
+"""The flight recorder on ranks: what calls leave behind, and who is found in a job that hangs.
+
+The jobs are started where the tests run on one rank.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from childjob import Ended, run_job
+from mpi4py import MPI
+
+from mpicoll import Comm
+from mpicoll.cli.flight_dumps import parse
+from mpicoll.cli.main import run
+from mpicoll.runtime.flight import RECORDER
+
+ALONE = MPI.COMM_WORLD.size == 1
+
+
+def test_a_call_is_recorded(world: Comm, tmp_path: Path) -> None:
+    world.Allreduce(np.ones(5, np.float32), np.empty(5, np.float32), algorithm="ring")
+    path = RECORDER.dump(str(tmp_path), "a test")
+    assert path is not None
+    assert path.name == f"rank-{world.rank:05d}.json"
+    dump = parse(path.name, path.read_text())
+    assert (dump.rank, dump.world, dump.reason) == (world.rank, world.size, "a test")
+    assert dump.mpi.startswith(MPI.get_vendor()[0])
+    call = next(one for one in reversed(dump.calls) if one.collective == "allreduce")
+    assert (call.algorithm, call.count, call.nbytes, call.root) == ("ring", 5, 20, -1)
+    assert (call.step, call.error) == (call.steps, "")
+    assert 0 < call.start <= call.end <= dump.counter
+    assert call.site.startswith(f"{__file__}:")
+    group = dump.groups[call.communicator]
+    assert group.ranks == tuple(range(world.size))
+    assert len(set(world.allgather((call.communicator, call.sequence)))) == 1
+
+
+def test_a_derived_communicator_has_its_world_ranks(sub: Comm, tmp_path: Path) -> None:
+    sub.Barrier()
+    path = RECORDER.dump(str(tmp_path), "a test")
+    assert path is not None
+    dump = parse(path.name, path.read_text())
+    call = max(dump.calls, key=lambda one: one.start)
+    assert call.collective == "barrier"
+    expected = sub.allgather(MPI.COMM_WORLD.rank)
+    assert list(dump.groups[call.communicator].ranks) == expected
+
+
+def test_a_freed_communicator_is_forgotten(world: Comm) -> None:
+    before = len(RECORDER._members)
+    for _ in range(40):
+        world.Dup().Free()
+    assert len(RECORDER._members) == before
+    assert len(RECORDER._last) <= before
+
+
+# -- jobs that hang ---------------------------------------------------------------------------
+
+#: Ranks hang as ``hang`` says; once they do, one of them signals all, and ends the job when all
+#: have written their dumps. A rank in ``silent`` gets no signal.
+START = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np
+from mpi4py import MPI
+import mpicoll
+world = mpicoll.Comm(MPI.COMM_WORLD)
+rank, size = world.rank, world.size
+pids = MPI.COMM_WORLD.allgather(os.getpid())
+x, y = np.ones(8), np.empty(8)
+def watch(silent):
+    end = time.monotonic() + 90
+    time.sleep(3)
+    asked = [one for one in range(size) if one not in silent]
+    for one in asked:
+        os.kill(pids[one], signal.SIGUSR1)
+    files = [Path("mpicoll-flight", f"rank-{one:05d}.json") for one in asked]
+    while not all(file.exists() for file in files) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+def hang(body, silent=()):
+    world.Barrier()
+    if rank == 0:
+        threading.Thread(target=watch, args=[silent], daemon=True).start()
+    body()
+"""
+
+BEHIND = """
+def load():
+    time.sleep(1000)
+def body():
+    if rank == 1:
+        load()
+    world.Allreduce(x, y, algorithm="ring")
+hang(body)
+"""
+MISSING = """
+def body():
+    if rank == 1:
+        time.sleep(1000)
+    world.Allreduce(x, y, algorithm="ring")
+hang(body, silent=[1])
+"""
+ORDER = """
+rows, columns = world.Dup(), world.Dup()
+rows.Set_name("rows"); columns.Set_name("columns")
+def body():
+    first, second = (rows, columns) if rank else (columns, rows)
+    first.Barrier(); second.Barrier()
+hang(body)
+"""
+MISMATCH = """
+def body():
+    if rank == 1:
+        world.Bcast(x, root=1, algorithm="binomial")
+        world.Barrier()
+    world.Allreduce(x, y, algorithm="ring")
+    world.Barrier()
+hang(body)
+"""
+
+
+def dumps_of(size: int, body: str, folder: Path) -> Ended:
+    done = run_job(size, START + body, folder)
+    assert done.status != 0  # it was ended while it hung
+    return done
+
+
+def read(folder: Path) -> dict[str, Any]:
+    file = folder / "out.txt"
+    assert run(["doctor", "--flight", str(folder / "mpicoll-flight"), "--json", str(file)]) == 1
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_in_its_own_code(tmp_path: Path, size: int) -> None:
+    if not ALONE:
+        return
+    dumps_of(size, BEHIND, tmp_path)
+    found = read(tmp_path)
+    (finding,) = found["findings"]
+    assert (finding["kind"], finding["ranks"]) == ("behind", [1])
+    assert finding["waiting"] == [rank for rank in range(size) if rank != 1]
+    assert "It completed barrier" in finding["text"]
+    assert " in load." in finding["text"]
+    assert len(found["dumps"]) == size
+
+
+def test_a_rank_that_does_not_answer(tmp_path: Path) -> None:
+    if not ALONE:
+        return
+    dumps_of(3, MISSING, tmp_path)
+    (finding,) = read(tmp_path)["findings"]
+    assert (finding["kind"], finding["ranks"], finding["waiting"]) == ("missing", [1], [0, 2])
+
+
+def test_communicators_in_different_order(tmp_path: Path) -> None:
+    if not ALONE:
+        return
+    dumps_of(2, ORDER, tmp_path)
+    (finding,) = read(tmp_path)["findings"]
+    assert (finding["kind"], finding["ranks"]) == ("deadlock", [0, 1])
+
+
+def test_different_calls(tmp_path: Path) -> None:
+    if not ALONE:
+        return
+    dumps_of(3, MISMATCH, tmp_path)
+    finding = read(tmp_path)["findings"][0]
+    assert (finding["kind"], finding["sequence"]) == ("mismatch", 2)
+    rows = {row["ranks"]: row["collective"] for row in finding["rows"]}
+    assert rows == {"0, 2": "allreduce", "1": "bcast"}

@@ -1,0 +1,296 @@
+"""The flight recorder without MPI: what is kept, what a dump holds, what SIGUSR1 does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpicoll.cli.flight_dumps import parse
+from mpicoll.runtime import flight
+from mpicoll.runtime.flight import Recorder, runs
+from mpicoll.runtime.record import Record
+
+
+def record(sequence: int, communicator: str = "w", *, end: float = 1.0) -> Record:
+    return Record(communicator, sequence, "allreduce", start=float(sequence), end=end)
+
+
+def kept(recorder: Recorder) -> list[tuple[str, int]]:
+    """Return communicator and sequence number of the calls that a dump would show."""
+    calls = recorder.snapshot("")["calls"]
+    return [(call["communicator"], call["sequence"]) for call in calls]
+
+
+def test_the_last_calls_are_kept() -> None:
+    recorder = Recorder(kept=3)
+    for sequence in range(1, 6):
+        recorder.keep(record(sequence))
+    assert kept(recorder) == [("w", 3), ("w", 4), ("w", 5)]
+
+
+def test_a_call_that_runs_is_kept_while_others_pass_it() -> None:
+    recorder = Recorder(kept=3)
+    pending = record(1, end=0.0)
+    recorder.keep(pending)
+    for sequence in range(2, 8):
+        recorder.keep(record(sequence))
+    assert kept(recorder) == [("w", 1), ("w", 5), ("w", 6), ("w", 7)]
+    pending.end = 9.0
+    other = record(8, end=0.0)
+    recorder.keep(other)
+    for sequence in range(9, 12):
+        recorder.keep(record(sequence))
+    assert kept(recorder) == [("w", 8), ("w", 9), ("w", 10), ("w", 11)]
+
+
+def test_the_last_call_of_a_communicator_is_kept_until_it_is_forgotten() -> None:
+    recorder = Recorder(kept=2)
+    for number in range(40):
+        recorder.join(f"c{number}", "some", 0, (0,))
+        recorder.keep(record(1, f"c{number}"))
+        if number:
+            recorder.leave(f"c{number}")
+    recorder.leave("never joined")
+    groups = recorder.snapshot("")["communicators"]
+    assert ("c0", 1) in kept(recorder)
+    assert [group["identity"] for group in groups if not group["freed"]] == ["c0"]
+    assert len(groups) == 1 + flight._FREED
+    assert len(kept(recorder)) == 1 + flight._FREED
+
+
+def test_a_record_is_dumped_as_it_is_then() -> None:
+    recorder = Recorder()
+    one = record(1, end=0.0)
+    recorder.keep(one)
+    one.step, one.steps, one.waits, one.algorithm = 2, 6, (1, 3), "ring"
+    (call,) = recorder.snapshot("")["calls"]
+    assert (call["step"], call["steps"], call["waits"], call["algorithm"]) == (
+        2,
+        6,
+        (1, 3),
+        "ring",
+    )
+    assert "stages" not in call
+
+
+def test_site_is_the_first_line_outside_the_package() -> None:
+    recorder = Recorder()
+    here = sys._getframe().f_lineno
+    first, second = recorder.site(), recorder.site()
+    assert first == second == f"{__file__}:{here + 1}"
+    package = str(Path(flight.__file__).parent / "made_up.py")
+    names: dict[str, object] = {"recorder": recorder}
+    exec(compile("def ours():\n    return recorder.site()\n", package, "exec"), names)
+    outside = names["ours"]
+    assert callable(outside)
+    line = sys._getframe().f_lineno + 1
+    assert outside() == f"{__file__}:{line}"
+
+
+def test_sites_do_not_pile_up_and_code_objects_are_not_mixed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flight, "_SITES", 4)
+    recorder = Recorder()
+    for number in range(20):
+        code = compile(f"\nsite = recorder.site()  # {number}", f"/x/{number}.py", "exec")
+        names = {"recorder": recorder}
+        exec(code, names)
+        assert names["site"] == f"/x/{number}.py:2"
+        del code
+    assert len(recorder._sites) <= 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ((), []),
+        ((5,), [[5, 1, 1]]),
+        (range(100_000), [[0, 100_000, 1]]),
+        ((0, 2, 4, 6), [[0, 4, 2]]),
+        ((7, 6, 5), [[7, 3, -1]]),
+        ((0, 1, 2, 9, 5), [[0, 3, 1], [9, 2, -4]]),
+    ],
+)
+def test_runs(ranks: tuple[int, ...], expected: list[list[int]]) -> None:
+    assert runs(ranks) == expected
+    back = [first + i * stride for first, count, stride in expected for i in range(count)]
+    assert back == list(ranks)
+
+
+def test_dump_is_read_back(tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.join("w", "MPI_COMM_WORLD", 0, (0,))
+    recorder.keep(record(1))
+    before = time.time()
+    path = recorder.dump(str(tmp_path / "new" / "folder"), "a reason")
+    assert path == tmp_path / "new" / "folder" / "rank-00000.json"
+    dump = parse(path.name, path.read_text())
+    assert (dump.rank, dump.world, dump.reason, dump.pid) == (0, 1, "a reason", os.getpid())
+    assert dump.calls == (record(1),)
+    assert dump.groups["w"] == ("MPI_COMM_WORLD", (0,))
+    assert before <= dump.wall <= time.time()
+    assert dump.wall_of(dump.counter - 10) == pytest.approx(dump.wall - 10, abs=1e-3)
+    own = next(frame for frame in dump.stack if not frame.ours)
+    assert (own.file, own.function) == (__file__, "test_dump_is_read_back")
+    assert not dump.inside
+    recorder.keep(record(2))
+    assert recorder.dump(str(path.parent), "again") == path
+    assert len(parse(path.name, path.read_text()).calls) == 2
+    assert list(path.parent.iterdir()) == [path]  # nothing half written is left
+
+
+def test_a_dump_that_fails_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder()
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        assert recorder.dump(str(tmp_path / "file" / "sub"), "x") is None
+    text = capsys.readouterr().err
+    assert text.count("no dump of the flight recorder in") == 1
+    recorder = Recorder()
+    recorder.keep(Record("w", 1, "bcast", dtype=b"no text"))  # type: ignore[arg-type]
+    assert recorder.dump(str(tmp_path), "x") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_closed_stderr_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "stderr", None)
+    assert Recorder().dump(str(tmp_path / "file"), "x") is None
+
+
+# -- SIGUSR1, in processes of their own -----------------------------------------------------
+
+START = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from mpicoll.runtime import flight
+folder = sys.argv[1]
+file = Path(folder, "rank-00000.json")
+flight.RECORDER.join("w", "world", 0, (0,))
+def kill():
+    os.kill(os.getpid(), signal.SIGUSR1)
+def dumped(seconds=30.0):
+    end = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    found = file.exists()
+    file.unlink(missing_ok=True)
+    return found
+"""
+
+
+def run_program(folder: Path, program: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", START + program, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        # The main thread sits in C and runs no handler: a select with a mask of nothing.
+        (
+            """
+print(flight.listen(folder))
+found = []
+def other():
+    time.sleep(0.2)
+    kill()
+    found.append(dumped())
+    os.write(hold[1], b"x")
+hold = os.pipe()
+threading.Thread(target=other).start()
+import ctypes
+ctypes.CDLL(None).read(hold[0], ctypes.create_string_buffer(1), 1)
+print(found)
+""",
+            "True\n[True]",
+        ),
+        (
+            "print(flight.listen('elsewhere'), flight.listen(folder)); kill(); print(dumped())",
+            "True True\nTrue",
+        ),
+        # The user's own handler stays, and one that comes later takes over.
+        (
+            "signal.signal(signal.SIGUSR1, lambda *_: print('mine'))\n"
+            "print(flight.listen(folder)); kill(); print(dumped(0.5))",
+            "False\nmine\nFalse",
+        ),
+        (
+            "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
+            "print(flight.listen(folder)); kill(); print(dumped(0.5))",
+            "False\nFalse",
+        ),
+        (
+            "print(flight.listen(folder))\n"
+            "signal.signal(signal.SIGUSR1, lambda *_: print('mine'))\n"
+            "kill(); print(flight.listen(folder))",
+            "True\nmine\nFalse",
+        ),
+        (
+            "thread = threading.Thread(target=lambda: print(flight.listen(folder)))\n"
+            "thread.start(); thread.join(); print(signal.getsignal(signal.SIGUSR1) == 0)",
+            "False\nTrue",
+        ),
+        # Another owner of the wake-up descriptor keeps it.
+        (
+            "import asyncio\n"
+            "async def main():\n"
+            "    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, print)\n"
+            "    print(flight.listen(folder)); kill(); print(dumped())\n"
+            "asyncio.run(main())\n"
+            "kill(); print(dumped()); kill(); print(dumped())",
+            "True\nTrue\nTrue\nTrue",
+        ),
+        # A handler of a C library, which Python does not know of, stays.
+        (
+            "import ctypes\n"
+            "libc = ctypes.CDLL(None)\n"
+            "libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]\n"
+            "libc.signal(signal.SIGUSR1, ctypes.cast(libc.abs, ctypes.c_void_p))\n"
+            "print(flight.listen(folder))",
+            "False",
+        ),
+        # A child that was forked survives the signal, and does not make its parent dump.
+        (
+            """
+print(flight.listen(folder))
+child = os.fork()
+if child == 0:
+    kill()
+    time.sleep(0.2)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), dumped(0.5))
+kill()
+print(dumped())
+""",
+            "True\n7 False\nTrue",
+        ),
+    ],
+    ids=[
+        "in C",
+        "new folder",
+        "own handler",
+        "ignored",
+        "later",
+        "thread",
+        "asyncio",
+        "C",
+        "fork",
+    ],
+)
+def test_sigusr1(tmp_path: Path, program: str, output: str) -> None:
+    assert run_program(tmp_path, program) == (0, output, "")
