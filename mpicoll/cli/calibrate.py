@@ -28,6 +28,7 @@ PROBES = (
     ("barrier", "dissemination", 0),
     ("allgather", "ring", 1 << 10),
     ("alltoall", "linear", 1 << 10),
+    ("reduce_scatter", "direct", 1 << 10),
     ("bcast", "binomial", 64),
     ("gather", "linear", 1 << 10),
     ("allreduce", "recursive_doubling", 64),
@@ -41,7 +42,7 @@ PROBES = (
     ("allreduce", "circulant", 1 << 21),
 )
 
-TRUST = 0.3  #: weight of what is known beforehand: a message is about half a step, and so on
+TRUST = 0.1  #: weight of what is known beforehand: a message is about half a step, and so on
 
 LIMITS = (1e-9, 0.1)  #: seconds for a step or a message
 BYTE_LIMITS = (1e-13, 1e-5)  #: seconds for a byte

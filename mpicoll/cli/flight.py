@@ -161,7 +161,7 @@ def _cells(scene: Scene, identity: str, some: list[int]) -> tuple[str, ...]:
         site = short(done.site) if done else ""
         end = max(scene.dumps[rank].wall_of(_end(places[rank])) for rank in some) if done else 0.0
         since = f"completed {clock(end)}" if done else ""
-        return spans(some), completed, "own code or another", "", "", since, site
+        return spans(some), completed, "no call", "", "", since, site
     one = running[0]
     waits = sorted({ranks[wait] for rank in some for wait in places[rank].running[0].waits})
     start = min(scene.dumps[rank].wall_of(places[rank].running[0].start) for rank in some)

@@ -49,14 +49,19 @@ def ago(seconds: float) -> str:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """Return growing numbers as ``0-3, 5``."""
+    """Return growing numbers as ``0-3, 5, 6``."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and rank == found[-1][1] + 1:
             found[-1][1] = rank
         else:
             found.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+    words = []
+    for low, high in found:
+        words += (
+            [f"{low}-{high}"] if high > low + 1 else [str(one) for one in range(low, high + 1)]
+        )
+    return ", ".join(words)
 
 
 def short(site: str) -> str:

@@ -118,7 +118,7 @@ def _causes(
         called = min(max(call.start, a), ready)
         if a < called:
             yield Wait(waiter, peer, "late", a, called)
-        for theirs, low, high in _doing(call.stages[:step], called, ready):
+        for theirs, low, high in _doing(call.stages, called, ready):
             if theirs is None:
                 yield Wait(waiter, peer, "busy", low, high)
             else:

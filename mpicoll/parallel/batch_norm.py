@@ -110,10 +110,8 @@ class SyncBatchNorm:
         with np.errstate(all="ignore"):
             mean = rows.mean(axis=1)
             apart = rows - mean[:, np.newaxis]
-            # What the rounding of the mean leaves in the deviations is taken out again.
-            left = apart.sum(axis=1)
             np.multiply(apart, apart, out=apart)
-            deviation = np.maximum(apart.sum(axis=1) - left * left / count, 0)
+            deviation = apart.sum(axis=1)
         return Moments(count, mean, deviation)
 
     def statistics(self, x: Array) -> Moments:

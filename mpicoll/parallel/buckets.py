@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mpicoll import kernels
 from mpicoll.parallel.compression import Compression
+
+if TYPE_CHECKING:  # laying out buckets needs no MPI
+    from mpicoll.runtime.requests import Request
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -73,7 +76,7 @@ class Bucket:
         self.message = (
             self.flat if self._hook is None else np.zeros(self.flat.size, self._hook.dtype)
         )
-        self.request: Any = None
+        self.request: Request | None = None
         self.slots: list[Slot] = []
         start = 0
         for name in names:
@@ -82,11 +85,6 @@ class Bucket:
             self.slots.append(Slot(name, self, view))
             start = stop
         self.missing = len(self.slots)
-
-    @property
-    def plain(self) -> bool:
-        """Whether an MPI's own allreduce takes the message and its mean is sum by size."""
-        return self._hook is None and self.message.dtype.itemsize > 2
 
     def compress(self) -> None:
         """Make the message, before it is sent."""
@@ -111,12 +109,6 @@ class Bucket:
         for slot in self.slots:
             slot.filled = slot.ready = False
 
-    def divide(self, size: int) -> None:
-        """Divide the message by the number of ranks, as `mpicoll.AVG` does."""
-        parts = _real(self.message)
-        with np.errstate(all="ignore"):
-            np.divide(parts, parts.dtype.type(size), out=parts)
-
     def scale(self, factor: float) -> None:
         """Multiply the gradients, 16-bit ones in float32."""
         half = kernels.half(self.flat.dtype)
@@ -139,5 +131,5 @@ class Bucket:
 
 
 def _real(flat: Array) -> Array:
-    """Return complex numbers as their parts; a complex division would round twice."""
+    """Return complex numbers as their parts."""
     return flat.view(flat.dtype.char.lower()) if flat.dtype.kind == "c" else flat

@@ -33,9 +33,6 @@ BUCKET_BYTES = 25 << 20
 
 _OPS: dict[str, MPI.Op | AverageOp] = {"mean": AVG, "sum": MPI.SUM}
 
-# Kept from start to end: MPI writes to a bucket in flight even if nobody else holds it.
-_IN_FLIGHT: set[Bucket] = set()
-
 
 class DataParallel:
     """Averages the gradients of all ranks, bucket by bucket, while backward goes on.
@@ -57,13 +54,11 @@ class DataParallel:
     (exact for uneven shares). ``compress`` "bf16" or "fp16" sends float32 gradients at half size;
     the bound is in `mpicoll.parallel.compression`, whose `Compression` is the hook for others.
 
-    Sent per step: one allreduce per bucket, each gradient once; no array is allocated. Means are
-    sums divided by the number of ranks; those of 16-bit floats are folded and divided in
-    float32 and rounded once. Messages go over a duplicate of ``comm``, so collectives of the
-    caller in between, such as those of `SyncBatchNorm`, never meet them. `free` frees it.
-
-    Where the communicator's Iallreduce is the MPI's own, it does not take 16-bit floats: such
-    buckets, compressed ones too, are reduced in `finish` by mpicoll's blocking allreduce.
+    Sent per step: one allreduce per bucket, each gradient once. The buckets are kept from step
+    to step; allreduces in flight have scratch of their own. Means are sums divided by the number
+    of ranks (`mpicoll.AVG`); those of 16-bit floats are folded and divided in float32 and
+    rounded once. Messages go over a duplicate of ``comm``, so collectives of the caller in
+    between, such as those of `SyncBatchNorm`, never meet them. `free` frees it.
 
     Raises ValueError on every rank if arguments differ or one rank's are wrong, naming the first.
     """
@@ -99,9 +94,6 @@ class DataParallel:
         self.gradients: Mapping[str, Array] = MappingProxyType(
             {name: slot.view for name, slot in self._slots.items()}
         )
-        self._native = _is_native(self.comm)
-        self._early = [one for one in self._buckets if one.plain or not self._native]
-        self._late = [one for one in self._buckets if not one.plain and self._native]
         self._started = self._ended = 0
         self._accumulating = self._broken = False
         self.broadcast()
@@ -159,7 +151,7 @@ class DataParallel:
             return
         slot.ready = True
         slot.bucket.missing -= 1
-        while self._started < len(self._early) and not self._early[self._started].missing:
+        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
             self._start()
         self._complete("Test")
 
@@ -180,13 +172,9 @@ class DataParallel:
         for bucket in self._buckets:
             if bucket.missing:
                 bucket.complete()
-        while self._started < len(self._early):
+        while self._started < len(self._buckets):
             self._start()
         self._complete("Wait")
-        for bucket in self._late:
-            bucket.compress()
-            self.comm.Allreduce(MPI.IN_PLACE, bucket.message, op=self._op)
-            bucket.expand()
         self._started = self._ended = 0
         for bucket in self._buckets:
             bucket.restart()
@@ -290,21 +278,18 @@ class DataParallel:
             )
 
     def _start(self) -> None:
-        bucket = self._early[self._started]
+        bucket = self._buckets[self._started]
         bucket.compress()
-        # The MPI's own call does not know AVG, a sum that is divided by the number of ranks.
-        op: Any = MPI.SUM if self._native else self._op
-        bucket.request = self.comm.Iallreduce(MPI.IN_PLACE, bucket.message, op=op)
-        _IN_FLIGHT.add(bucket)
+        bucket.request = self.comm.Iallreduce(MPI.IN_PLACE, bucket.message, op=self._op)
         self._started += 1
 
     def _complete(self, how: str) -> None:
         """End buckets in order: all by "Wait", those that have been reduced by "Test".
 
-        Many MPIs move what is in flight only when they are called, so `ready` tests.
+        Most of what is in flight moves only when mpicoll is called, so `ready` tests.
         """
         while self._ended < self._started:
-            bucket = self._early[self._ended]
+            bucket = self._buckets[self._ended]
             try:
                 if not getattr(bucket.request, how)():
                     return
@@ -312,9 +297,6 @@ class DataParallel:
                 self._broken = True
                 raise
             bucket.request = None
-            _IN_FLIGHT.discard(bucket)
-            if self._native and self._op is AVG:
-                bucket.divide(self.comm.size)
             bucket.expand()
             self._ended += 1
 
@@ -323,9 +305,3 @@ class DataParallel:
             raise RuntimeError(
                 self._said("an allreduce failed before, so gradients are lost; make a new one")
             )
-
-
-def _is_native(comm: Comm) -> bool:
-    """Whether Iallreduce is the MPI's own; the same on all ranks, since it is our code."""
-    method: Any = type(comm).Iallreduce
-    return getattr(method, "__wrapped__", method) is MPI.Intracomm.Iallreduce

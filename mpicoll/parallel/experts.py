@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BalanceLoss", "Combined", "Dispatched", "ExpertDispatch", "Load"]
 
-#: Numbers objects of a process. One takes the highest number that any of its ranks has, and
-#: the next ones are above; so ranks that mix up two objects do not agree on a number.
+#: Numbers objects of a process. An object takes the highest number that any of its ranks has,
+#: so those of one communicator have different ones, and ranks that mix them up see it.
 _numbers = count()
 
 
@@ -108,8 +108,6 @@ class ExpertDispatch:
             problem = problem_of(error)
         entries = [f"{name} {value}" for name, value in settings._asdict().items()]
         number = max(agree(self.comm, "ExpertDispatch", entries, next(_numbers), problem))
-        while next(_numbers) < number:
-            pass
         self.settings = settings._replace(number=number)
         self._calls = 0
 

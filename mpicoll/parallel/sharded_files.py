@@ -12,6 +12,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -175,14 +176,17 @@ class Archive:
             np.lib.format.write_array(member, stored, allow_pickle=False)
         feed(self._digest, key, stored)
 
-    def close(self, text: str | None = None) -> None:
-        """End the file, with a manifest."""
-        if text is not None:
-            self.add("manifest", np.frombuffer(text.encode(), np.uint8))
-        self._zip.close()
-
     def hexdigest(self) -> str:
+        """Return the digest of what was added so far."""
         return self._digest.hexdigest()
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Write the table of contents; after an error the file is of no use anyway."""
+        with suppress(*(() if error is None else (OSError, ValueError))):
+            self._zip.close()
 
 
 def storable(array: Array) -> Array:
@@ -197,6 +201,14 @@ def feed(digest: Any, key: str, stored: Array) -> None:
 
 
 # -- reading ----------------------------------------------------------------------------
+
+
+def open_archive(path: str) -> np.lib.npyio.NpzFile:
+    """Open an ``.npz``, and nothing else that NumPy reads; the caller closes it."""
+    opened = np.load(path, allow_pickle=False)
+    if not isinstance(opened, np.lib.npyio.NpzFile):
+        raise DamagedError("it is a single array, expected an .npz of several")
+    return opened
 
 
 def file_digest(path: str) -> str:

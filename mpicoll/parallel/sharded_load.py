@@ -24,6 +24,7 @@ from mpicoll.parallel.sharded_files import (
     feed,
     foreign,
     from_json,
+    open_archive,
     restored,
 )
 from mpicoll.parallel.sharded_state import Part, named, reason, verdict
@@ -76,9 +77,7 @@ def _read_manifest(path: str) -> tuple[str, bool, str]:
         if folder:
             with open(os.path.join(path, MANIFEST), encoding="utf-8") as file:
                 return file.read(), folder, ""
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                return "", folder, "it is no .npz file"
+        with open_archive(path) as archive:
             return archive["manifest"].tobytes().decode(), folder, ""
     except FileNotFoundError as error:
         missing = f"incomplete: there is no {MANIFEST}" if folder else "there is no such file"
@@ -105,7 +104,7 @@ def _load_shards(comm: Comm, folder: str, manifest: Manifest, parts: Sequence[Pa
     for rank in sorted({*wanted, *range(comm.rank, manifest.size, comm.size)}):
         path = os.path.join(folder, manifest.shard_name(rank))
         check_file(path, manifest.digests[rank])
-        with np.load(path, allow_pickle=False) as archive:
+        with open_archive(path) as archive:
             for key, pieces in _by_key(wanted.get(rank, ())).items():
                 stored = archive[key]
                 for piece in pieces:
@@ -151,7 +150,7 @@ def _pieces(manifest: Manifest, parts: Sequence[Part]) -> dict[int, list[_Piece]
 def _check_whole(path: str, manifest: Manifest) -> None:
     """Read one file from end to end, and compare its digest."""
     digest = hashlib.sha256()
-    with np.load(path, allow_pickle=False) as archive:
+    with open_archive(path) as archive:
         for saved in manifest.saved:
             for kind in saved.kinds:
                 for entry in saved.group.entries:
@@ -172,7 +171,7 @@ def _load_whole(comm: Comm, path: str, parts: Sequence[Part]) -> str:
             if comm.rank == 0:
                 full = np.zeros(array.size * comm.size, array.dtype)
                 try:
-                    with np.load(path, allow_pickle=False) as archive:
+                    with open_archive(path) as archive:
                         _assemble(archive, kind, part.group, full)
                 except Exception as error:
                     fault = reason(error)

@@ -72,8 +72,8 @@ def save_shards(
     try:
         verdict(comm, what, fault)
         if comm.rank == 0:
-            text = to_json(_manifest(parts, comm, token, step, optimizer, digests))
             try:
+                text = to_json(_manifest(parts, comm, token, step, optimizer, digests))
                 write(os.path.join(folder, MANIFEST), lambda file: _fill_text(file, text))
             except Exception as error:
                 fault = reason(error)
@@ -86,11 +86,10 @@ def save_shards(
 
 
 def _fill_shard(file: BinaryIO, parts: Sequence[Part]) -> None:
-    archive = Archive(file)
-    for number, part in enumerate(parts):
-        for kind, array in part.arrays.items():
-            archive.add(f"{number}.{kind}", array)
-    archive.close()
+    with Archive(file) as archive:
+        for number, part in enumerate(parts):
+            for kind, array in part.arrays.items():
+                archive.add(f"{number}.{kind}", array)
 
 
 def _fill_text(file: BinaryIO, text: str) -> None:
@@ -111,12 +110,13 @@ def save_file(
     arrived = _gathered(comm, parts)
 
     def fill(file: BinaryIO) -> None:
-        archive = Archive(file)
-        for kind, group, full in arrived:
-            for key, array in named(kind, group, full):
-                archive.add(key, array)
-        manifest = _manifest(parts, comm, "0" * 16, step, optimizer, [archive.hexdigest()])
-        archive.close(to_json(manifest))
+        with Archive(file) as archive:
+            for kind, group, full in arrived:
+                for key, array in named(kind, group, full):
+                    archive.add(key, array)
+            digests = [archive.hexdigest()]
+            text = to_json(_manifest(parts, comm, "0" * 16, step, optimizer, digests))
+            archive.add("manifest", np.frombuffer(text.encode(), np.uint8))
 
     if comm.rank == 0:
         try:

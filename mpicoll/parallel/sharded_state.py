@@ -13,7 +13,7 @@ from mpicoll.errors import MpicollError
 from mpicoll.parallel.flat import Array, Entry, Group
 from mpicoll.parallel.sharded_files import DamagedError
 
-#: Ranks whose reasons are shown; a thousand ranks mostly have the same one.
+#: Reasons that are shown; a thousand ranks mostly have the same one.
 _SHOWN = 4
 
 
@@ -36,11 +36,16 @@ def verdict(comm: Comm, what: str, fault: str) -> None:
     comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
     if not found[0]:
         return
-    faults = comm.allgather(fault)
-    bad = [rank for rank, text in enumerate(faults) if text]
-    said = "; ".join(f"rank {rank}: {faults[rank]}" for rank in bad[:_SHOWN])
-    more = f"; and {len(bad) - _SHOWN} more ranks" if len(bad) > _SHOWN else ""
-    raise SavedStateError(f"{what}: {said}{more}")
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(comm.allgather(fault)):
+        if text:
+            ranks.setdefault(text, []).append(rank)
+    said = [_whose(ranks[text]) + f": {text}" for text in [*ranks][:_SHOWN]]
+    raise SavedStateError(f"{what}: " + "; ".join(said) + ("; …" if len(ranks) > _SHOWN else ""))
+
+
+def _whose(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
 
 
 def reason(error: Exception) -> str:

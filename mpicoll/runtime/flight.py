@@ -37,6 +37,10 @@ _FREED = 16  # communicators that are remembered after they were freed
 # As code objects spell it, so that frames can be compared with it.
 _FILE = sys._getframe().f_code.co_filename
 _PACKAGE = str(Path(_FILE).parent.parent) + os.sep
+try:
+    _START = os.getcwd()
+except FileNotFoundError:  # removed under the program
+    _START = ""
 _FIELDS = tuple(field.name for field in fields(Record) if field.name != "stages")
 # Variables of launchers that are equal on all ranks of one job, and differ between jobs.
 _JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -117,13 +121,14 @@ class Recorder:
     def dump(self, folder: str, reason: str) -> Path | None:
         """Write what is kept to ``rank-NNNNN.json`` in ``folder``, replacing an earlier dump.
 
-        Local: nothing is sent. A dump that fails is told on stderr, once, and is None; it
-        must not hide the error for which it was made.
+        A relative ``folder`` is one below that in which the program began. Local: nothing is
+        sent. A dump that fails is told on stderr, once, and is None; it must not hide the error
+        for which it was made.
         """
         temporary: Path | None = None
         try:
             data = self.snapshot(reason)
-            path = Path(folder) / FILE.format(data["rank"])
+            path = _absolute(folder) / FILE.format(data["rank"])
             path.parent.mkdir(parents=True, exist_ok=True)
             # Threads may dump at once: each has a file of its own until it is whole.
             unique = f"{os.getpid()}-{threading.get_ident()}"
@@ -230,6 +235,11 @@ def _world() -> dict[str, Any]:
     return {"world": module.COMM_WORLD.Get_size(), "job": job, "mpi": mpi}
 
 
+def _absolute(folder: str) -> Path:
+    """Return a folder as it was meant when the program began, which may have changed its own."""
+    return Path(_START, folder)
+
+
 def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
@@ -295,7 +305,7 @@ def listen(folder: str) -> bool:
     our place. Called outside the main thread, it changes the folder at most.
     """
     global _listener
-    where = Path(folder).absolute()  # the program may change its folder
+    where = _absolute(folder)
     if _listener is not None and _listener.pid == os.getpid():
         _listener.folder = where
         return signal.getsignal(signal.SIGUSR1) == _listener.handle

@@ -101,6 +101,7 @@ class Link:
         self.next_look = 0.0
         self.states: dict[int, watchdog.State] = {}
         self.expired: list[int] = []
+        self.leaving: set[int] = set()
         self.tags = Tags(self.hidden)
         self._work = EMPTY
         if settings is None:
@@ -404,8 +405,7 @@ def _release(comm: MPI.Comm, keyval: int, link: Link) -> None:
 
 
 def _release_all(*_: object) -> None:
-    if any(link.poison for link in _LINKS):
-        watchdog.leave()
+    _leave_if_poisoned()
     # Links were made by collective calls, so all ranks free them in the same order.
     progress.stop_thread()
     for link in list(_LINKS):
@@ -425,11 +425,16 @@ def _key() -> int:
     return _keyval
 
 
+def _leave_if_poisoned() -> None:
+    poisoned = [link for link in _LINKS if link.poison]
+    if poisoned:
+        watchdog.leave(poisoned)
+
+
 def _at_exit() -> None:
     if MPI.Is_finalized():
         return
-    if any(link.poison for link in _LINKS):
-        watchdog.leave()
+    _leave_if_poisoned()
     # After an uncaught exception the other ranks are elsewhere: a collective free would
     # wait for them for ever.
     if hasattr(sys, "last_value"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from mpi4py import MPI
 
@@ -247,23 +247,29 @@ class Prequest(Request):
             self._release = None
 
 
-class GeneralRequest(Request, MPI.Grequest):
-    """A request that mpi4py's own ``MPI.Request.Waitall`` takes: the progress thread runs it."""
+class GeneralRequest(Request, MPI.Request):
+    """A request that mpi4py's own ``MPI.Request.Waitall`` takes: the progress thread runs it.
+
+    It is a generalised request of the MPI, which the end of the operation completes.
+    """
 
     def __del__(self) -> None:
-        operation = getattr(self, "_operation", None)
+        operation = self.__dict__.get("_operation")
         super().__del__()
         if operation is not None and not operation.done:
-            operation.on_end = self._complete  # lives on until the MPI has its request back
-
-    def _complete(self) -> None:
-        self.Complete()
-        self._over()
+            operation.on_end = partial(_give_back, operation.on_end, MPI.Request(self))
 
     def _over(self) -> None:
         super()._over()
         with contextlib.suppress(MPI.Exception):  # what it raised is in the operation
             MPI.Request.Wait(self)
+
+
+def _give_back(complete: Callable[[], None], request: MPI.Request) -> None:
+    """Complete a generalised request that nobody waits for."""
+    complete()
+    with contextlib.suppress(MPI.Exception):
+        request.Wait()
 
 
 def _empty(status: MPI.Status | None) -> None:
@@ -336,15 +342,10 @@ def request_for(operation: Operation, limit: float | None) -> Request:
     """Return the request of an operation that was not launched yet."""
     if not operation.link.threaded:
         return _Driven(operation, limit)
-    request = cast(GeneralRequest, GeneralRequest.Start(_query(operation), None, _cancel))
+    general = MPI.Grequest.Start(_query(operation), None, _cancel)
+    operation.on_end = general.Complete
+    request = GeneralRequest.__new__(GeneralRequest, general)
     Request.__init__(request, operation, limit)
-    weak = weakref.ref(request)
-
-    def complete() -> None:
-        if (alive := weak()) is not None:
-            alive.Complete()
-
-    operation.on_end = complete
     return request
 
 

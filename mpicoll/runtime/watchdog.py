@@ -32,8 +32,9 @@ ASK_SECONDS = 2.0
 GIVE_UP_SECONDS = 0.5
 #: Seconds between two looks at the control messages while a rank waits.
 LOOK_SECONDS = 0.01
+#: Seconds that a rank which ends waits for the others to end as well.
+LEAVE_SECONDS = 10.0
 #: Seconds that Abort may take before the process ends itself.
-ABORT_SECONDS = 5.0
 #: Bytes of a state on the wire, so that it is sent without waiting for its receiver.
 STATE_BYTES = 1024
 
@@ -73,12 +74,19 @@ def learn(link: Link) -> None:
 
 
 def _listen(link: Link, operation: Operation | None) -> bool:
-    """Take the states that have come, answer them; return whether somebody's limit is over."""
+    """Take the states that have come, answer them; return whether somebody's limit is over.
+
+    A state has "kind": "expired", "answer", or "leaving" when the process ends.
+    """
     status = MPI.Status()
     while message := link.hidden.Improbe(MPI.ANY_SOURCE, link.tags.control, status):
         data = bytearray(status.count)
         message.Recv([data, MPI.BYTE])
         state = json.loads(data)
+        if state["kind"] == "leaving":
+            link.leaving.add(status.source)
+            link.states.setdefault(status.source, state)
+            continue
         link.states[status.source] = state
         if state["kind"] == "expired":
             link.expired.append(status.source)
@@ -177,13 +185,23 @@ def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
 
 
-def leave() -> NoReturn:
-    """End the job, in bounded time: a rank is gone and Finalize would wait for it."""
+def leave(links: list[Link]) -> NoReturn:
+    """End the job, in bounded time: a rank is gone and Finalize would wait for it.
+
+    Abort ends the other ranks too, so those that are alive and know of the time-out are
+    given time to clean up as this one did.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    until = time.perf_counter() + LEAVE_SECONDS
+    for link in links:
+        others = [rank for rank in range(link.size) if rank != link.rank]
+        _tell(link, "leaving", None, others)
+        while not set(link.states) <= link.leaving and time.perf_counter() < until:
+            _listen(link, None)
+            time.sleep(LOOK_SECONDS)
 
     def end() -> None:
-        time.sleep(ABORT_SECONDS)
         os._exit(1)
 
     threading.Thread(target=end, daemon=True).start()

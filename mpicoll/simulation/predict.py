@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ from mpicoll.simulation import replay as full
 from mpicoll.simulation.fabric import Fabric
 from mpicoll.simulation.machine import TICK, Integers, Machine
 from mpicoll.simulation.program import Line, Program, joined, line
-from mpicoll.simulation.symmetry import ALL, expanded, kinds
+from mpicoll.simulation.symmetry import ALL, APART, TOGETHER, Lines, expanded, kinds
 
 BLOCKED = frozenset({"allgather", "gather", "reduce_scatter", "scatter"})
 MESSAGES = 1 << 22  #: messages of all ranks in a full replay, at most
@@ -59,7 +59,7 @@ def predict(
     segment: int,
     fabric: Fabric,
     machine: Machine,
-    patience: float = 60.0,
+    patience: float = 30.0,
     how: How | None = None,
 ) -> Prediction:
     """Return the predicted times for vectors of ``sizes`` bytes, or of all blocks together.
@@ -141,54 +141,74 @@ class _Schedules:
 
     def __init__(self, algorithm: Algorithm, size: int, cut: Cut) -> None:
         self._algorithm, self._size, self._cut = algorithm, size, cut
-        self.merged = False
+        self._seen: dict[int, tuple[Line, Line]] = {}
+        self._seconds = np.inf  # the shortest time in which one was built
         self.units = 1 if algorithm.collective == "barrier" else size * cut.pieces
-        self.seconds = 0.0  # the shortest time in which one was built
 
-    def line(self, rank: int) -> Line:
-        """Build the schedule of a rank."""
+    def _build(self, rank: int) -> Schedule:
         segment = 0
         if self._cut.pieces > 1:
             segment = 1 if self._cut.blocks else self._size
         start = time.perf_counter()
         with _no_collection():
             call = _call(self._algorithm, rank, self._size, self._cut.pieces, segment)
-            made = line(self._algorithm.build(call), self.merged)
-        self.seconds = time.perf_counter() - start
+            made = self._algorithm.build(call)
+        self._seconds = min(self._seconds, time.perf_counter() - start)
         return made
+
+    def _look(self, rank: int, merged: bool) -> Line:
+        if rank not in self._seen:
+            schedule = self._build(rank)
+            self._seen[rank] = line(schedule), line(schedule, merged=True)
+        return self._seen[rank][merged]
 
     def program(self, patience: float, how: How | None) -> tuple[How, lockstep.March | Program]:
         """Return the schedules for a replay, in lockstep where they march."""
         if how == "all":
-            return "all", joined([self.line(rank) for rank in range(self._size)])
+            return "all", joined([line(self._build(rank)) for rank in range(self._size)])
         self._refuse_large()
-        for self.merged in (False, True):
-            found = kinds(self.line, self._size)
-            try:
-                if found is not None and how != "classes":
-                    if march := lockstep.march(found, self._size):
-                        return ("merged" if self.merged else "lockstep"), march
-                if found is not None and how in (None, "classes") and not self.merged:
-                    self._refuse(sum(kind.members.size * kind.line.messages for kind in found))
-                    return "classes", joined(expanded(found, self._size))
-            except ScheduleError:
-                pass  # the ranks looked at do not stand for all
-            if self._size <= ALL and how is None:
-                break  # too small for merging to be worth a difference
+        exact, merged = (partial(self._look, merged=merged) for merged in (False, True))
+        if how in (None, "lockstep") and (found := self._march(exact)):
+            return "lockstep", found
+        # On few ranks, merging makes a difference and saves little.
+        if how == "merged" or (how is None and self._size > ALL):
+            if found := self._march(merged):
+                return "merged", found
+        if how in (None, "classes") and (classes := self._classes(exact)):
+            return "classes", classes
+        self._seen.clear()
         if how is not None:
             raise LeftOutError(f"its schedules can not be replayed as {how!r}")
-        self.merged = False
         return "all", joined(list(self._every(patience)))
 
+    def _march(self, lines: Lines) -> lockstep.March | None:
+        found = kinds(lines, self._size, TOGETHER)
+        if found is None:
+            return None
+        try:
+            return lockstep.march(found, self._size)
+        except ScheduleError:
+            return None  # the ranks looked at do not stand for all
+
+    def _classes(self, lines: Lines) -> Program | None:
+        found = kinds(lines, self._size, APART)
+        if found is None:
+            return None
+        self._refuse(sum(kind.members.size * kind.line.messages for kind in found))
+        try:
+            return joined(expanded(found, self._size))
+        except ScheduleError:
+            return None
+
     def _every(self, patience: float) -> Iterator[Line]:
-        needed = self._size * self.seconds
+        needed = self._size * self._seconds
         if needed > patience:
             raise LeftOutError(
                 f"no symmetry found, and all schedules would take about {needed:.0f} s to build"
             )
         messages = 0
         for rank in range(self._size):
-            made = self.line(rank)
+            made = line(self._build(rank))
             messages += made.messages
             if rank in (self._size // 64, self._size - 1):
                 self._refuse(messages * self._size // (rank + 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,12 +13,13 @@ from mpicoll.simulation.machine import Integers
 from mpicoll.simulation.program import Line
 
 Lines: TypeAlias = Callable[[int], Line]
+Division: TypeAlias = Callable[[Integers], Integers]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 ALL = 64  #: ranks up to which every one is looked at
 SEVERAL = 8  #: ranks of a class that are looked at beyond, and
-FEW = 3  #: where schedules are
-LONG = 20_000  #: messages long
+FEW = 3  #: on more ranks than
+MANY = 8192
 
 
 def _one(ranks: Integers) -> Integers:
@@ -42,9 +43,10 @@ def _highest_bit(ranks: Integers) -> Integers:
     return np.frexp(ranks.astype(np.float64))[1].astype(np.int64)
 
 
-#: Ways to divide ranks into classes, the coarsest first. The lowest and the highest bit that is
-#: set are the levels of binomial trees.
-DIVISIONS = (_one, _parity, _root, _lowest_bit, _highest_bit)
+#: Ways to divide ranks into classes, of which all are in the same step at a time, and
+TOGETHER = (_one, _parity)
+#: of which that is not so. The lowest and the highest bit set are the levels of binomial trees.
+APART = (_root, _lowest_bit, _highest_bit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +73,20 @@ class Kind:
         return result
 
 
-def kinds(lines: Lines, size: int) -> list[Kind] | None:
+def kinds(lines: Lines, size: int, divisions: Sequence[Division]) -> list[Kind] | None:
     """Return classes of ranks whose schedules are the same, or None where none are seen.
 
     Every rank is looked at up to ``ALL``, beyond that some of each class. What is concluded
     wrongly from those has sends without receives, which whoever replays it refuses.
     """
-    seen: dict[int, Line] = {}
-
-    def look(rank: int) -> Line:
-        if rank not in seen:
-            seen[rank] = lines(rank)
-        return seen[rank]
-
-    for divide in DIVISIONS:
+    for divide in divisions:
         classes = divide(np.arange(size))
         numbers = np.unique(classes)
-        if divide is not _one and numbers.size == size:
+        if numbers.size == size > 1:
             continue
         found = []
         for number in numbers:
-            kind = _kind(np.flatnonzero(classes == number), look, size)
+            kind = _kind(np.flatnonzero(classes == number), lines, size)
             if kind is None:
                 break
             found.append(kind)
@@ -107,7 +102,7 @@ def _kind(members: Integers, look: Lines, size: int) -> Kind | None:
     shifted = np.ones(peers.size, bool)
     flipped = np.full(peers.size, size & (size - 1) == 0)
     fixed = shifted.copy()
-    for rank in _samples(members, size, first.messages):
+    for rank in _samples(members, size):
         other = look(rank)
         if not _alike(first, other):
             return None
@@ -120,11 +115,11 @@ def _kind(members: Integers, look: Lines, size: int) -> Kind | None:
     return Kind(members, first, shifts, flips, shifted, flipped)
 
 
-def _samples(members: Integers, size: int, messages: int) -> list[int]:
+def _samples(members: Integers, size: int) -> list[int]:
     """Return which members are compared with the first: the last, others, the next one."""
     if size <= ALL:
         return [int(rank) for rank in members[1:]]
-    most = FEW if messages > LONG else SEVERAL
+    most = SEVERAL if size <= MANY else FEW
     if members.size == 1:
         return []
     places = np.linspace(1, members.size - 1, most - 1).astype(int)

@@ -85,6 +85,7 @@ def levels(method: str, size: int) -> Levels:
         "count": sorted({0, 1, size - 1, size, size + 1, large}),
         "segment": SEGMENTS,
         "order": (None, "rank") if _orders(method) else (None,),
+        "form": ("blocking", "non-blocking", "persistent"),
     }
 
 

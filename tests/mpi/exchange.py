@@ -51,6 +51,7 @@ class Case:
     segment: int | None
     order: str | None
     number: int
+    form: str = "blocking"
 
     @property
     def collective(self) -> str:
@@ -155,8 +156,28 @@ class Exchange:
         if case.collective in ROOTED:
             args.append(case.root)
         before = None if send is None else send.memory.copy()
-        getattr(comm, case.method)(*args, **keywords)
+        self._call(comm, "blocking" if native else case.form, args, keywords)
         return Outcome(self, send, before, recv)
+
+    def _call(
+        self, comm: MPI.Intracomm, form: str, args: list[Any], keywords: dict[str, Any]
+    ) -> None:
+        """Call the method in one of its forms, and wait until it is complete."""
+        method = self.case.method
+        if form == "blocking":
+            getattr(comm, method)(*args, **keywords)
+            return
+        if form == "non-blocking":
+            request = getattr(comm, f"I{method.lower()}")(*args, **keywords)
+            while self.case.number % 2 and not request.Test():
+                pass
+            request.Wait()
+            return
+        plan = getattr(comm, f"{method}_init")(*args, **keywords)
+        for _ in range(1 if self.case.in_place else 2):
+            plan.Start()
+            plan.Wait()
+        plan.Free()
 
     def _sides(self, rng: Rng) -> tuple[Side | None, Side | None]:
         """Make the sides that are not somebody else's memory, with the input in place."""

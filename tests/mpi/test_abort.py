@@ -105,7 +105,6 @@ def test_ranks_that_fail_together_do_not_mix(tmp_path: Path, size: int) -> None:
     done = run_job(size, f"{START}last = True\nabort_on_exception()\nfail()", tmp_path)
     assert done.status != 0
     told = [rank for rank in range(size) if f"mpicoll: rank {rank} of" in done.err]
-    assert told == list(range(len(told)))  # the lowest speak first
     blocks = done.err.split("mpicoll: rank ")[1 : 1 + len(told)]
     assert len(blocks) == len(told) > 0
     for block in blocks:

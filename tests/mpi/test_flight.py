@@ -75,7 +75,9 @@ pids = MPI.COMM_WORLD.allgather(os.getpid())
 x, y = np.ones(8), np.empty(8)
 def watch(silent):
     end = time.monotonic() + 90
-    time.sleep(3)
+    while len(list(Path().glob("begun-*"))) < size and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(2)
     asked = [one for one in range(size) if one not in silent]
     for one in asked:
         os.kill(pids[one], signal.SIGUSR1)
@@ -88,6 +90,7 @@ def hang(body, silent=()):
     world.Barrier()
     if rank == 0:
         threading.Thread(target=watch, args=[silent], daemon=True).start()
+    Path(f"begun-{rank}").touch()
     body()
 """
 

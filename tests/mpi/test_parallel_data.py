@@ -290,14 +290,14 @@ def test_collectives_of_the_caller_in_between(world: Comm) -> None:
 def test_memory_is_reused(world: Comm) -> None:
     params = {"a": np.zeros(1 << 16, np.float32), "b": np.zeros(1 << 16, np.float32)}
     grads = {name: np.ones_like(param) for name, param in params.items()}
-    with parallel(params, world, 1 << 17) as data_parallel:
+    with parallel(params, world) as data_parallel:
         first = dict(step(data_parallel, grads))
         tracemalloc.start()
         second = dict(step(data_parallel, grads))
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert all(first[name] is second[name] for name in params)
-        # Where the allreduce is mpicoll's own it may have scratch, kept between calls.
+        # One bucket: the scratch of its allreduce is kept between calls, too.
         assert peak < params["a"].nbytes // 4
 
 

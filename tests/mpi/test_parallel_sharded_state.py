@@ -193,8 +193,7 @@ def test_frozen_now_what_was_trained(folder: Path) -> None:
         assert state(one) == expected
         one.save(folder / "frozen")
     with make(3, COMM) as one:
-        with pytest.raises(SavedStateError, match=r"'rows\..*' has no 'mean'; it was frozen"):
-            one.load(folder / "frozen")
+        refused(one, folder / "frozen", r"'rows\..*' has no 'mean'; it was frozen")
 
 
 # -- saving that fails ------------------------------------------------------------------
@@ -261,7 +260,8 @@ def test_places_that_cannot_be_written(folder: Path, whole: bool) -> None:
         (folder / "file").write_bytes(b"")
     COMM.Barrier()
     with make(2, COMM) as one:
-        with pytest.raises(SavedStateError, match="rank 0: NotADirectoryError"):
+        train(one, 1)
+        with pytest.raises(SavedStateError, match=r"rank 0.*: NotADirectoryError"):
             one.save(folder / "file" / "below", whole=whole)
 
 
@@ -283,9 +283,13 @@ def test_between_steps_only(folder: Path, whole: bool, what: str) -> None:
             getattr(one, what)(path, **options)
         one.step(cases.gradients(one.params, RANK, 1))
         getattr(one, what)(path, **options)
-    with make(3, COMM) as params, params.gather("half"):
-        with pytest.raises(SavedStateError, match=rf"{what}\(\) while layer 'half' is in use"):
-            getattr(params, what)(path, **options)
+    text = rf"{what}\(\) while layer 'half' is in use"
+    with (
+        make(3, COMM) as params,
+        params.gather("half"),
+        pytest.raises(SavedStateError, match=text),
+    ):
+        getattr(params, what)(path, **options)
 
 
 # -- loading that is refused ------------------------------------------------------------
@@ -313,7 +317,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any], sign: bool = True)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no folder": (shutil.rmtree, "rank 0: there is no such file"),
+    "no folder": (shutil.rmtree, "rank 0.*: there is no such file"),
     "no manifest": (lambda at: (at / "manifest.json").unlink(), "incomplete: there is no manif"),
     "manifest of others": (
         lambda at: (at / "manifest.json").write_text("[1]"),
@@ -375,10 +379,10 @@ DAMAGED_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no file": (Path.unlink, "there is no such file"),
     "text": (lambda at: at.write_text("hello"), "foreign or damaged"),
     "empty": (lambda at: at.write_bytes(b""), "foreign or damaged"),
-    "array": (lambda at: np.save(at.open("wb"), np.ones(3)), "it is no .npz file"),
+    "array": (lambda at: np.save(at.open("wb"), np.ones(3)), "it is a single array"),
     "other archive": (lambda at: np.savez(at, x=np.ones(3)), "foreign or damaged: KeyError"),
     "short": (lambda at: at.write_bytes(at.read_bytes()[:-100]), "foreign or damaged"),
-    "flipped bit": (lambda at: flip(at, 0.3), "rank 0: "),
+    "flipped bit": (lambda at: flip(at, 0.3), "rank 0"),
     "another array": (lambda at: replace(at, "value:rows.bias"), "the digest of its arrays"),
     "no array": (lambda at: replace(at, "mean:rows.bias", drop=True), "incomplete: array 'mean:r"),
 }
@@ -433,7 +437,7 @@ def test_foreign_states(folder: Path, whole: bool, what: str) -> None:
     with ShardedOptimizer(model_with(), Adam(), COMM) as one:
         one.save(place(folder, whole), whole=whole)
     with ShardedOptimizer(params, optimizer, COMM) as one:
-        refused(one, place(folder, whole), f"rank 0: .*{text}")
+        refused(one, place(folder, whole), f"rank 0.*{text}")
 
 
 @by_form

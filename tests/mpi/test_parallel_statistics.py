@@ -57,7 +57,7 @@ def moments_bounds(values: Array, deviation: float) -> tuple[float, float]:
     by (n + 1) u M at most. A merge averages the errors of two means and adds those of
     apart * share: 2 M times three roundings, and one of the sum: 7 u M. So E = (n + 1 + 7 P) u M.
 
-    Squared deviations of a rank: two passes with correction, (n + 5) u D. A merge adds terms that
+    Squared deviations of a rank: two passes, (n + 5) u D + n E^2. A merge adds terms that
     are not negative (5 roundings in all, of numbers of at most D), and apart^2 c, c = na nb / n,
     where apart is wrong by 2 E: 2 |apart| c 2 E, with |apart| sqrt(c) <= sqrt(D) and
     sqrt(c) <= sqrt(n) / 2: 2 sqrt(n D) E. What is quadratic in E is below (n + P) E^2. Terms of

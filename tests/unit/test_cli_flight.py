@@ -478,5 +478,5 @@ def test_it_loads_no_mpi(tmp_path: Path) -> None:
 
 
 def test_spans() -> None:
-    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7, 8"
     assert spans([]) == ""

@@ -145,6 +145,12 @@ def test_dump_is_read_back(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]  # nothing half written is left
 
 
+def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight, "_START", str(tmp_path / "start"))
+    monkeypatch.chdir(tmp_path)
+    assert Recorder().dump("dumps", "x") == tmp_path / "start" / "dumps" / "rank-00000.json"
+
+
 def test_a_dump_that_fails_is_told_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

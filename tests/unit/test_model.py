@@ -32,9 +32,10 @@ CUT = [
 ]
 SIZES = (2, 3, 4, 5, 7, 8, 13, 16, 33)
 
-#: How far a formula may be from counting, by what is counted: steps are exact but for the
-#: circulant broadcast, where the first rounds are idle on some ranks; messages are of the mean rank, which wraps round the end or does not;
-#: bytes and local work are rounded up where ranks beyond a power of two join in.
+#: How far a formula may be from counting, by what is counted. Steps are exact but for the
+#: circulant broadcast, where the first rounds are idle on some ranks; messages are those of
+#: the mean rank, whose range wraps round the end or not; bytes and local work are rounded
+#: up where ranks beyond a power of two join in.
 SLACK = {"steps": 0.15, "messages": 0.35, "bytes": 0.25, "local": 0.55, "deep": 0.0, "far": 0.25}
 
 

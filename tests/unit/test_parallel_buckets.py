@@ -55,8 +55,6 @@ def test_squares_and_scale_of_all_dtypes() -> None:
         assert bucket.squares(1, 2) == 16
         bucket.scale(0.5)
         assert bucket.flat.tolist() == [1.5, -2, 6]
-        bucket.divide(2)
-        assert bucket.flat.tolist() == [0.75, -1, 3]
 
 
 def test_squares_of_many_elements() -> None:

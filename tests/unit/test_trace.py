@@ -90,22 +90,30 @@ def test_offsets_and_drift_are_removed(size: int, tmp_path: Path) -> None:
     assert timeline.faults == timeline.notes == ()
 
 
-def test_chains_of_comparisons(tmp_path: Path) -> None:
-    # 0 was compared with 3, 1 with 0, 2 and 4 with 3: as communicators of any order give.
+@pytest.mark.parametrize(
+    ("pairs", "error"),
+    [
+        # Communicators in any order of ranks: with 3; and over 0 with 3.
+        ([(0, 3), (1, 0), (2, 3), (4, 3)], 5 + (1 + 2)),
+        # 0 counts, and was compared with 1 only as the one that was asked.
+        ([(0, 1), (2, 0), (3, 0), (4, 1)], (1 + 5) + 4),
+    ],
+)
+def test_chains_of_comparisons(pairs: list[tuple[int, int]], error: int, tmp_path: Path) -> None:
     skews = [Skew(100.0 * n + 7, 1 + n * 1e-5) for n in range(5)]
     ranks = [Recorder(tmp_path, n, 5, skew) for n, skew in enumerate(skews)]
-    for rank, reference in ((0, 3), (1, 0), (2, 3), (4, 3)):
+    for rank, reference in pairs:
         for t in (0.0, 50.0):
             ranks[rank].compared(t, reference, skews[reference], error=1e-6 * (rank + 1))
     for one in ranks:
         one.called(20.0, 21.0)
     close(ranks)
     timeline = read(tmp_path)
-    # Rank 3's clock counts; it is not the true one, but the same instant is so on all.
+    # The clock that all are taken to is not the true one, but the same instant is so on all.
     assert [rank.calls[0].start for rank in timeline.ranks.values()] == pytest.approx(
         [0.0] * 5, abs=2 * CUT
     )
-    assert timeline.error == pytest.approx((5 + (1 + 2)) * 1e-6)
+    assert timeline.error == pytest.approx(error * 1e-6)
 
 
 def test_a_killed_run_has_offsets_but_no_drift(tmp_path: Path) -> None:

@@ -1,0 +1,290 @@
+"""`mpicoll tune` on all ranks, and what its table does at run time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpicoll import Comm
+from mpicoll.algorithms import find, names
+from mpicoll.cli import app, calibrate, launch, timing
+from mpicoll.cli.main import run
+from mpicoll.errors import SettingError
+from mpicoll.runtime.link import attach
+from mpicoll.runtime.place import library, place
+from mpicoll.selection.choose import Wanted, choose
+from mpicoll.selection.model import CROWDED, DEFAULT, Rates, seconds
+from mpicoll.selection.settings import Settings, parse, read
+from mpicoll.selection.table import Entry, Ranked, Table, dump, load
+
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
+RATES = ("step", "message", "byte", "local")
+FAST = ["--seconds", "0", "--sizes", "8,32K"]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Few rounds, no cache of the user's, and the command registered."""
+    monkeypatch.setattr(app, "COMMANDS", tuple(dict.fromkeys((*app.COMMANDS, "tune"))))
+    monkeypatch.setattr(timing, "FEWEST", 2)
+    monkeypatch.setattr("mpicoll.cli.main.FIRST_WORD", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.delenv("MPICOLL_TUNING", raising=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder that all ranks agree on."""
+    return Path(WORLD.bcast(str(tmp_path), root=0))
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Return what rank 0 wrote."""
+    text = file.read_text(encoding="utf-8") if WORLD.rank == 0 else ""
+    data: dict[str, Any] = json.loads(WORLD.bcast(text, root=0))
+    return data
+
+
+def _table(file: Path) -> Table:
+    text = file.read_text(encoding="utf-8") if WORLD.rank == 0 else ""
+    return load(WORLD.bcast(text, root=0), str(file), library())
+
+
+def _write(file: Path, text: str) -> None:
+    if WORLD.rank == 0:
+        file.write_text(text, encoding="utf-8")
+    WORLD.Barrier()
+
+
+def test_tune_writes_a_table_that_decides(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, report = folder / "t.json", folder / "r.json"
+    chosen = ["-c", "allreduce,alltoall,barrier", "--out", str(out), "--json", str(report)]
+    assert run(["tune", *chosen, *FAST]) == 0
+    assert bool(capsys.readouterr().out) == launch.speaks()
+    table, told = _table(out), _json(report)
+    assert table.mpi == library()
+    assert {entry.key for entry in table.entries} == {
+        (name, SIZE, "host") for name in ("allreduce", "alltoall", "barrier")
+    }
+    for entry in table.entries:
+        assert len(entry.ranked) >= len(names(entry.collective))  # all of them were measured
+    assert [row["collective"] for row in told["results"]] == [
+        *("allreduce", "allreduce", "alltoall", "alltoall", "barrier")
+    ]
+    assert not any(row["faults"] for row in told["results"])
+    assert all(row["gain"] >= 1 for row in told["results"])
+    rates = told["rates"][0]["seconds"]
+    assert all(0 < value < 1 for value in rates.values())
+    cache = folder / "cache" / "mpicoll" / "rates.json"
+    assert WORLD.bcast(cache.exists(), root=0) == (SIZE > 1)
+
+    monkeypatch.setenv("MPICOLL_TUNING", str(out))
+    settings = _settings()
+    assert settings.tuning == table
+    first = table.find("allreduce", SIZE, "host", 8)
+    assert first is not None
+    assert choose(Wanted("allreduce", SIZE, 8), settings).algorithm.name == (
+        first.ranked[0].algorithm
+    )
+
+
+def _settings() -> Settings:
+    """Return the settings as a link agrees on them: read on rank 0, judged on all."""
+    where = place(WORLD)
+    found = (
+        read({"MPICOLL_TUNING": os.environ["MPICOLL_TUNING"]}, where) if WORLD.rank == 0 else None
+    )
+    return parse(*WORLD.bcast(found, root=0))
+
+
+def test_groups_and_entries_of_an_earlier_run(folder: Path) -> None:
+    out = folder / "t.json"
+    old = Entry("scan", SIZE + 1, "host", 0, 10, (Ranked("linear", 0, 1e-3),))
+    gone = Entry("bcast", 1, "host", 0, 10, (Ranked("chain", 7, 1e-3),))
+    _write(out, dump(Table((old, gone), library(), "0")))
+    groups = ",".join(map(str, sorted({1, SIZE})))
+    arguments = ["tune", "-c", "bcast", "--out", str(out), "--ranks", groups, *FAST]
+    assert run(arguments) == 0
+    table = _table(out)
+    assert old in table.entries
+    assert gone not in table.entries
+    assert {entry.ranks for entry in table.entries if entry.collective == "bcast"} == {1, SIZE}
+
+
+def test_quick_measures_rates_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = folder / "r.json"
+    out = folder / "t.json"
+    assert run(["tune", "--quick", "--out", str(out), "--json", str(report)]) == 0
+    assert not out.exists()
+    told = _json(report)
+    assert (told["out"], told["results"]) == (None, [])
+    where = place(WORLD)
+    if SIZE > 1 and WORLD.rank == 0:
+        rates = read({}, where)[1].rates
+        assert rates.step == told["rates"][0]["seconds"]["step"]
+        assert "Rates on" in capsys.readouterr().out
+
+
+def test_wrong_data_are_named_and_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Comm.Allreduce
+
+    def wrong(self: Comm, send: Any, recv: Any, *others: Any, **keywords: Any) -> None:
+        right(self, send, recv, *others, **keywords)
+        if keywords["algorithm"] == "ring" and self.rank == self.size - 1:
+            recv[-1] += 1
+
+    monkeypatch.setattr(Comm, "Allreduce", wrong)
+    monkeypatch.setattr(calibrate, "PROBES", calibrate.PROBES[:3])
+    out, report = folder / "t.json", folder / "r.json"
+    arguments = ["tune", "-c", "allreduce", "--out", str(out), "--json", str(report), *FAST]
+    assert run(arguments) == 1
+    faulty = {name.split()[0] for row in _json(report)["results"] for name in row["faults"]}
+    assert faulty == {"ring"}
+    named = {one.algorithm for entry in _table(out).entries for one in entry.ranked}
+    assert named == set(names("allreduce")) - {"ring"}
+    if WORLD.rank == 0:
+        assert f"rank {SIZE - 1}: element" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-c", "allredcue"], "--collectives: there is no 'allredcue'; known: allgather"),
+        (["-c", ","], "--collectives: no name is given"),
+        (["--ranks", "2,x"], "--ranks 2,x: expected numbers such as 2,4,8"),
+        (["--ranks", "0"], "--ranks 0: expected numbers from 1 to"),
+        (["--ranks", "100000"], "expected numbers from 1 to"),
+        (["--memory", "device"], "device arrays are refused so far"),
+        (["--sizes", "8:x"], "'x' is no size"),
+        (["--out", "/no/such/folder/t.json"], "there is no folder /no/such/folder"),
+        (["--json", "/no/such/folder/t.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_misuse_is_said_once(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["tune", *arguments]) == 2
+    assert (words if launch.speaks() else "") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", '{"kind": "mine"}'])
+def test_a_file_that_is_no_table_is_not_overwritten(
+    folder: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / "mine.json"
+    _write(out, text)
+    assert run(["tune", "-c", "barrier", "--out", str(out), *FAST]) == 2
+    assert ("It is left as it is" if launch.speaks() else "") in capsys.readouterr().err
+    assert WORLD.bcast(WORLD.rank or out.read_text(encoding="utf-8"), root=0) == text
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", "--help"]) == 0
+    out = capsys.readouterr().out
+    if launch.speaks():
+        assert "MPICOLL_TUNING=tuning.json mpiexec -n 8" in out
+        assert "mpicoll tune --quick" in out
+
+
+# -- at run time -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not JSON"),
+        ('{"kind": "mine"}', "not a tuning table"),
+        (dump(Table((), "Nobody's MPI 1.0", "0")), "measured with Nobody's MPI 1.0, this is"),
+    ],
+)
+def test_a_broken_or_foreign_table_is_refused_on_all_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    file = folder / "t.json"
+    _write(file, text)
+    monkeypatch.setenv("MPICOLL_TUNING", str(file))
+    with pytest.raises(SettingError, match=words) as caught:
+        _settings()
+    assert len(set(WORLD.allgather(str(caught.value)))) == 1
+
+
+def test_only_rank_0_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Entry("bcast", SIZE, "host", 0, 100, (Ranked("chain", 0, 1e-3),))
+    file = folder / "t.json"
+    _write(file, dump(Table((entry,), library(), "0")))
+    monkeypatch.setenv("MPICOLL_TUNING", str(file) if WORLD.rank == 0 else "/no/such/file")
+    settings = _settings()
+    assert len(set(WORLD.allgather(hash(settings.tuning is None)))) == 1
+    assert choose(Wanted("bcast", SIZE, 64), settings).algorithm.name == "chain"
+    assert choose(Wanted("bcast", SIZE, 101), settings) == choose(
+        Wanted("bcast", SIZE, 101), Settings(rates=settings.rates)
+    )
+
+
+@pytest.mark.parametrize("name", names("allreduce"))
+def test_what_the_table_names_runs(name: str) -> None:
+    """A communicator with the table's settings calls the algorithm, with the right result."""
+    entry = Entry("allreduce", SIZE, "host", 0, 1 << 20, (Ranked(name, 0, 1e-3),))
+    world = MPI.Intracomm(WORLD).Dup()
+    attach(world, Settings(tuning=Table((entry,))))
+    comm = Comm(world)
+    try:
+        result = np.empty(100)
+        comm.Allreduce(np.full(100, comm.rank + 1.0), result)
+        assert (result == SIZE * (SIZE + 1) / 2).all()
+        assert ("allreduce", name) in comm.stats
+    finally:
+        comm.Free()
+
+
+def test_place() -> None:
+    where = WORLD.bcast(place(WORLD), root=0)
+    assert where.ranks == SIZE
+    assert where.load >= 1
+    assert where.mpi == library()
+    assert len(set(WORLD.allgather(where.mpi))) == 1
+
+
+def _samples(true: Rates, size: int) -> list[calibrate.Sample]:
+    """Return times that follow the model to the letter."""
+    return [
+        calibrate.Sample(
+            collective, name, nbytes, seconds(find(collective, name), size, nbytes, 0, true)
+        )
+        for collective, name, nbytes in calibrate.PROBES
+    ]
+
+
+@pytest.mark.parametrize("factor", [0.1, 1.0, 20.0])
+@pytest.mark.parametrize("load", [1.0, 4.0])
+def test_fit_finds_the_rates_that_the_times_are_made_of(factor: float, load: float) -> None:
+    start = CROWDED if load > 1 else DEFAULT
+    true = Rates(**{name: factor * getattr(start, name) for name in RATES}, load=load)
+    rates, off = calibrate.fit(_samples(true, 8), 8, load)
+    for name in RATES:
+        assert getattr(rates, name) == pytest.approx(getattr(true, name), rel=1e-3)
+    assert off == pytest.approx(1, abs=1e-3)
+
+
+def test_fit_where_ratios_are_unusual_and_a_sample_was_disturbed() -> None:
+    """What is known beforehand draws the rates by a little, and one bad sample too."""
+    true = Rates(3 * DEFAULT.step, DEFAULT.message, DEFAULT.byte, 3 * DEFAULT.local)
+    samples = _samples(true, 8)
+    for number, sample in enumerate(samples):
+        worse = [*samples]
+        worse[number] = sample._replace(seconds=50 * sample.seconds)
+        for given in (samples, worse):
+            rates = calibrate.fit(given, 8, 1.0)[0]
+            for name in RATES:
+                assert 1 / 2 < getattr(rates, name) / getattr(true, name) < 2, (number, name)
