@@ -95,6 +95,7 @@ class Timeline:
     ranks: Mapping[int, Rank]
     names: Mapping[Key, str]
     seconds: float
+    whole: float  #: seconds before a window was cut out
     size: int
     error: float
     offset: float
@@ -237,10 +238,12 @@ def _merge(
             f"the clock of rank{'s' * (len(once) != 1)} {spans(once)} was compared only once, at "
             "the start: its drift, some microseconds a second, is not removed"
         )
+    seconds = (max(times, default=0.0) - zero) * 1e-9
     return Timeline(
         ranks=ranks,
         names=names,
-        seconds=(max(times, default=0.0) - zero) * 1e-9,
+        seconds=seconds,
+        whole=seconds,
         size=files[0].size,
         error=error * 1e-9,
         offset=max((one.offset for one in way.values()), default=0) * 1e-9,

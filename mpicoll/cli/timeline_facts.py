@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from mpicoll.cli.intervals import common, length, union
-from mpicoll.cli.timeline import Call, Timeline
+from mpicoll.cli.timeline import Call, Key, Timeline
 from mpicoll.cli.timeline_waits import blame
 
 KINDS = ("late", "busy", "moving")
@@ -39,14 +39,15 @@ class _Sums:
 
 
 def analyse(timeline: Timeline) -> dict[str, Any]:
-    """Return the report; all times are seconds."""
+    """Return the report; times are seconds, ``cost`` and shares parts of 1."""
     sums = _Sums()
+    ranks = timeline.ranks.values()
     for calls in timeline.matched():
         _add(sums, calls, timeline.error)
     return {
         "seconds": timeline.seconds,
         "ranks": sorted(timeline.ranks),
-        "hosts": len({rank.host for rank in timeline.ranks.values()}),
+        "hosts": len({one.host for one in ranks}),
         "clocks": {
             "error": timeline.error,
             "offset": timeline.offset,
@@ -58,7 +59,8 @@ def analyse(timeline: Timeline) -> dict[str, Any]:
         "slowest": _slowest(sums),
         "hidden": _hidden(timeline),
         "regions": _regions(timeline),
-        "cost": max((rank.cost for rank in timeline.ranks.values()), default=0.0),
+        "cost": _share(max((one.cost for one in ranks), default=0.0), timeline.whole),
+        "waits_known": any(one.waits_known for one in ranks),
         "faults": list(timeline.faults),
         "notes": list(timeline.notes),
     }
@@ -177,6 +179,7 @@ def _hidden(timeline: Timeline) -> list[dict[str, Any]]:
     """
     known = any(rank.waits_known for rank in timeline.ranks.values())
     rows: dict[Row, list[tuple[float, float, float]]] = defaultdict(list)
+    numbers: dict[Row, set[tuple[Key, int]]] = defaultdict(set)
     for rank in timeline.ranks.values():
         phases = union((one.start, one.end) for one in rank.regions)
         for call in rank.calls:
@@ -184,13 +187,14 @@ def _hidden(timeline: Timeline) -> list[dict[str, Any]]:
                 span = [(call.start, call.end)]
                 covered = length(common(span, phases))
                 rows[_row(call)].append((call.end - call.start, exposed(call), covered))
+                numbers[_row(call)].add((call.key, call.sequence))
     found = []
     for row, times in sorted(rows.items()):
         whole, waited, covered = (sum(column) for column in zip(*times, strict=True))
         found.append(
             {
                 **row._asdict(),
-                "calls": len(times),
+                "calls": len(numbers[row]),
                 "seconds": whole / len(timeline.ranks),
                 "waited": waited / len(timeline.ranks) if known else None,
                 "hidden": _share(whole - waited, whole) if known else None,

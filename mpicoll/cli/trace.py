@@ -82,8 +82,8 @@ def trace(
     moving   waiting while the messages were under way
     hidden   what of a non-blocking collective's time was not spent in its Wait
 
-    Clock offsets between ranks, and their drift, are estimated by the trace and removed. Mark
-    phases of your own with: with mpicoll.trace_region("forward"): ...
+    Clock offsets between ranks, and their drift, are estimated by the trace and removed. Phases
+    of your own show where the program says: with mpicoll.trace_region("forward"): ...
     """
     if not launch.speaks():
         return  # one process reads, and says what is wrong

@@ -48,7 +48,7 @@ def _head(screen: Console, report: dict[str, Any]) -> None:
     screen.print(
         f"{ranks} rank{'s' * (ranks != 1)} on {hosts} node{'s' * (hosts != 1)}, "
         f"{human_seconds(report['seconds'])}; writing the trace took "
-        f"{_percent(report['cost'], report['seconds'])} of it"
+        f"{_percent(report['cost'], 1)} of the run"
     )
     if clocks["error"]:
         screen.print(
@@ -84,14 +84,15 @@ def _collectives(screen: Console, report: dict[str, Any]) -> None:
     )
     for row in report["collectives"]:
         failed = f" [red]{row['errors']} failed[/]" if row["errors"] else ""
+        waits = [_percent(row["share"], 1)]
+        waits += [human_seconds(row[kind]) for kind in ("late", "busy", "moving")]
         board.add_row(
             _called(row) + failed,
             row["algorithm"],
             str(row["calls"]),
             human_seconds(row["median"]),
             human_seconds(row["seconds"]),
-            _percent(row["share"], 1),
-            *(human_seconds(row[kind]) for kind in ("late", "busy", "moving")),
+            *(waits if row["form"] == "blocking" or report["waits_known"] else ["—"] * 4),
         )
     screen.print(board)
     screen.print(

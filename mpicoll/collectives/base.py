@@ -49,9 +49,18 @@ class Options(TypedDict, total=False):
 
 
 class OrderedOptions(Options, total=False):
-    """Those of a reduction; ``order`` "rank" gives the bits of a sum from rank 0 to the last."""
+    """Those of a reduction.
+
+    ``order`` "rank" gives the bits of a sum from rank 0 to the last. ``accumulate``
+    "native" lets sums of 16-bit floats be rounded at each hop, for speed; else they are
+    accumulated in float32. ``compress`` "bf16" or "fp16" lets float32 travel as 16-bit
+    floats, accumulated in float32: half the bytes, and rounded twice (see
+    docs/explanation/half-precision.md for the bound).
+    """
 
     order: OrderWish
+    accumulate: str | None
+    compress: str | None
 
 
 def place(error: BaseException, name: str, rank: str) -> BaseException:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from mpicoll.collectives.base import Base, Options, OrderedOptions, Planning, forms, in_place
 from mpicoll.runtime.buffers import Buffer, Chore, check_aliasing, parse_recv, parse_send
+from mpicoll.runtime.compress import compressed, expanded, wire_item
 from mpicoll.runtime.executor import Bytes
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.link import Opened, programmed
@@ -108,7 +109,8 @@ class Reductions(Base):
         opened.hold(send, recv)
         given = recv if send is None else send
         assert given is not None
-        reduction = reducer(op, given.item, link.size)
+        item = wire_item(given.item, options.get("compress"))
+        reduction = reducer(op, item, link.size)
         count = sum(given.counts)
         choice = self._choose_reduction(collective, reduction, count, options)
         source, load = given.source()
@@ -116,12 +118,17 @@ class Reductions(Base):
         if recv is not None:
             target, _, finish = recv.target()
         alias = 0 if send is None and finish is None else None
+        narrow = widen = None
+        if item is not given.item:
+            alias = None
+            source, narrow = compressed(source, item)
+            target, widen = expanded(target, item)
         call = Call(link.rank, link.size, (count,), root, _items(choice, reduction.item_bytes))
         plan = self._folded(opened, choice, call, op, given, reduction, source, target)
         plan.alias = alias
-        plan.loads = (load,)
+        plan.loads = (load, narrow)
         if recv is not None and not (collective == "exscan" and link.rank == 0):
-            plan.finishes = (_division(reduction, choice, target, link.size), finish)
+            plan.finishes = (_division(reduction, choice, target, link.size), widen, finish)
         return plan
 
     def _reduce_scatter_block(
@@ -208,17 +215,22 @@ class Reductions(Base):
         """Plan a reduce-scatter; ``send`` None means in place."""
         link = self._link
         opened.hold(send, recv)
-        reduction = reducer(op, recv.item, link.size)
+        item = wire_item(recv.item, options.get("compress"))
+        reduction = reducer(op, item, link.size)
         choice = self._choose_reduction("reduce_scatter", reduction, sum(counts), options)
         # In place the result lies over the head of the input, which is still to be read.
         source, load = recv.source(copied=True) if send is None else send.source()
         target, keep, finish = recv.target(keep=send is None)
-        own = target[: counts[link.rank] * reduction.item_bytes]
+        own = target[: counts[link.rank] * recv.item.nbytes]
+        narrow = widen = None
+        if item is not recv.item:
+            source, narrow = compressed(source, item)
+            own, widen = expanded(own, item)
         call = Call(link.rank, link.size, counts, 0, _items(choice, reduction.item_bytes))
         given = recv if send is None else send
         plan = self._folded(opened, choice, call, op, given, reduction, source, own)
-        plan.loads = (load, keep)
-        plan.finishes = (_division(reduction, choice, own, link.size), finish)
+        plan.loads = (load, narrow, keep)
+        plan.finishes = (_division(reduction, choice, own, link.size), widen, finish)
         return plan
 
     def _choose_reduction(
@@ -233,7 +245,7 @@ class Reductions(Base):
             self._link.size,
             count * reduction.item_bytes,
             commutative=reduction.commutative,
-            wide=reduction.wide,
+            wide=reduction.wide and not _hop_by_hop(options.get("accumulate")),
             order=options.get("order"),  # type: ignore[arg-type]
         )
         return self._link.choose(wanted, options.get("algorithm"), options.get("segment"))
@@ -254,7 +266,16 @@ class Reductions(Base):
         operator = operator_name(op)
         # Types that differ in width only are told apart by the length of messages.
         dtype = "" if given.item.dtype is None else given.item.dtype.str
-        what = (algorithm.collective, algorithm.name, call.root, call.segment, operator, dtype)
+        wire = reduction.item_bytes
+        what = (
+            algorithm.collective,
+            algorithm.name,
+            call.root,
+            call.segment,
+            operator,
+            dtype,
+            wire,
+        )
         return Plan(
             algorithm,
             programmed(algorithm, call, reduction.item_bytes),
@@ -304,6 +325,13 @@ def _division(reduction: Reducer, choice: Choice, result: Bytes, size: int) -> C
     if reduction.finish is not None and (size == 1 or not folded):
         return partial(reduction.finish, result, size)
     return None
+
+
+def _hop_by_hop(accumulate: object) -> bool:
+    """Whether sums of 16-bit floats may be rounded at each hop."""
+    if accumulate not in (None, "native"):
+        raise ValueError(f"accumulate={accumulate!r}; known: None, 'native'")
+    return accumulate == "native"
 
 
 def _no_average(op: MPI.Op) -> MPI.Op:

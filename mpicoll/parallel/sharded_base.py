@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -30,8 +30,6 @@ _Self = TypeVar("_Self", bound="Sharded")
 IN_FLIGHT = 2
 #: Elements whose squares are summed at a time.
 _PIECE = 1 << 14
-#: What every MPI sums in its own non-blocking reduce-scatter.
-_NATIVE = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class Sharded:
@@ -48,10 +46,8 @@ class Sharded:
         size = self.comm.size
         self._shards = [Shard(group, self.comm.rank, size, optimizer.slots) for group in groups]
         self._order = order
-        self._native = _is_native(self.comm)
         self._ledger = Ledger()
-        #: With whether the result is a sum, still to be divided by the number of ranks.
-        self._flights: deque[tuple[Shard, Flight, bool]] = deque()
+        self._flights: deque[tuple[Shard, Flight]] = deque()
         self._faults: list[str] = []
 
     # -- gradients --------------------------------------------------------------------
@@ -59,32 +55,24 @@ class Sharded:
     def _reduce(self, shard: Shard, full: Array) -> None:
         """Begin the reduce-scatter of a whole group's gradients, counted as a buffer."""
         received = self._ledger.add("buffers", np.empty(shard.share, full.dtype))
-        if self._order is None and (full.dtype in _NATIVE or not self._native):
-            # The MPI's own call does not know AVG, a sum that is divided at the end.
-            op: Any = MPI.SUM if self._native else AVG
-            request = self.comm.Ireduce_scatter_block(full, received, op)
-            summed = self._native
-        else:
-            self.comm.Reduce_scatter_block(full, received, AVG, order=self._order)
-            request, summed = None, False
-        self._flights.append((shard, Flight(request, full, received), summed))
+        request = self.comm.Ireduce_scatter_block(full, received, AVG, order=self._order)
+        self._flights.append((shard, Flight(request, full, received)))
         while len(self._flights) > IN_FLIGHT:
             self._land()
 
     def _poll(self) -> None:
-        for _, flight, _ in self._flights:
+        """Let what is in flight get on, which it does only when it is called."""
+        for _, flight in self._flights:
             flight.poll()
 
     def _land(self) -> None:
         """End the oldest reduce-scatter, and add its result to the shard's gradient."""
-        shard, flight, summed = self._flights.popleft()
+        shard, flight = self._flights.popleft()
         flight.land()
         full, received = flight.arrays
         self._ledger.remove("buffers", full)
         self._ledger.remove("buffers", received)
         with np.errstate(all="ignore"):
-            if summed:
-                received /= received.dtype.type(self.comm.size)
             received = received.astype(shard.group.update, copy=False)
             if shard.gradient is None:
                 shard.gradient = self._ledger.add("gradients", received)
@@ -246,10 +234,3 @@ def _squares(gradient: Array | None) -> float:
                 wide = gradient[low : low + _PIECE].astype(np.float64)
                 total += float(np.add.reduce(wide * wide))
     return total
-
-
-def _is_native(comm: Comm) -> bool:
-    """Whether Ireduce_scatter_block is the MPI's own; alike on all ranks, it is our code."""
-    method: Any = type(comm).Ireduce_scatter_block
-    native = MPI.Intracomm.Ireduce_scatter_block
-    return getattr(method, "__wrapped__", method) is native

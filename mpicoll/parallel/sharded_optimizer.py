@@ -51,10 +51,9 @@ class ShardedOptimizer(Sharded):
     the ranks passed; and with ``max_norm`` an allreduce of 8 bytes.
 
     ``wire="float32"`` sends the gradients of 16-bit floats in float32. ``order="rank"`` gives
-    the bits of a sum from left to right over ranks. Both rank-ordered and 16-bit
-    reductions are blocking calls where Ireduce_scatter_block is the MPI's own. ``root`` is the
-    rank whose values all start from; None trusts that they are alike. Messages go over a
-    duplicate of ``comm``; `free` frees it.
+    the bits of a sum from left to right over ranks. ``root`` is the rank whose values all start
+    from; None trusts that they are alike. Messages go over a duplicate of ``comm``; `free`
+    frees it.
 
     Raises ValueError on every rank if arguments differ or one rank's are wrong.
     """

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from mpi4py import MPI
 
 from mpicoll import kernels
 from mpicoll.comm import Comm
 from mpicoll.parallel.flat import Array, Group, bits, is_half
 from mpicoll.parallel.optimizers import FlatOptimizer
-
-# Kept from start to end: MPI writes to a buffer in flight even if nobody else holds it.
-_KEPT: set[Flight] = set()
+from mpicoll.runtime.requests import Request
 
 
 class Ledger:
@@ -35,26 +32,19 @@ class Ledger:
 
 
 class Flight:
-    """Arrays in the hands of MPI, until `land` returns."""
+    """Arrays in the hands of a non-blocking collective, until `land` returns."""
 
-    def __init__(self, request: MPI.Request | None, *arrays: Array) -> None:
+    def __init__(self, request: Request, *arrays: Array) -> None:
         self.request = request
         self.arrays = arrays
-        if request is not None:
-            _KEPT.add(self)
 
     def land(self) -> None:
         """Wait for the end; harmless when it is reached already."""
-        if self.request is not None:
-            self.request.Wait()
-            self.request = None
-            _KEPT.discard(self)
+        self.request.Wait()
 
     def poll(self) -> None:
-        """Let MPI move data, which many do only when they are called."""
-        if self.request is not None and self.request.Test():
-            self.request = None
-            _KEPT.discard(self)
+        """Let the collective get on."""
+        self.request.Test()
 
 
 class Shard:

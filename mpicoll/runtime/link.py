@@ -113,7 +113,11 @@ class Link:
                 raise
         ranks = _world_ranks(comm)
         self.identity = _identity(ranks)
-        self.apply(settings)
+        try:
+            self.apply(settings)
+        except BaseException:
+            self.hidden.Free()
+            raise
         RECORDER.join(self.identity, comm.Get_name() or self.identity, self.rank, ranks)
         if not _LINKS:
             listen(settings.flight)
@@ -406,8 +410,9 @@ def _release(comm: MPI.Comm, keyval: int, link: Link) -> None:
 
 def _release_all(*_: object) -> None:
     _leave_if_poisoned()
-    # Links were made by collective calls, so all ranks free them in the same order.
     progress.stop_thread()
+    _close_trace(everywhere=True)
+    # Links were made by collective calls, so all ranks free them in the same order.
     for link in list(_LINKS):
         link.free()
 
@@ -425,9 +430,18 @@ def _key() -> int:
     return _keyval
 
 
+def _close_trace(everywhere: bool) -> None:
+    """End the trace; with ``everywhere`` all ranks do, and compare their clocks once more."""
+    traced = [link for link in _LINKS if link.tracer is not None]
+    if traced and (tracer := traced[0].tracer) is not None:
+        worlds = [link.hidden for link in traced if link.size == MPI.COMM_WORLD.size]
+        tracer.close(worlds[0] if everywhere and worlds else None)
+
+
 def _leave_if_poisoned() -> None:
     poisoned = [link for link in _LINKS if link.poison]
     if poisoned:
+        _close_trace(everywhere=False)
         watchdog.leave(poisoned)
 
 
@@ -439,6 +453,7 @@ def _at_exit() -> None:
     # wait for them for ever.
     if hasattr(sys, "last_value"):
         progress.stop_thread()
+        _close_trace(everywhere=False)
     else:
         _release_all()
 

@@ -115,6 +115,7 @@ class Operation:
         when they are over. An interrupted wait leaves the operation in flight.
         """
         if not self.done:
+            start = time.perf_counter()
             self.hold_to(limit)
             others = any(one is not self for one in _ACTIVE)
             if self.deadline is None and not (others or self.link.watched or self.link.threaded):
@@ -122,6 +123,8 @@ class Operation:
                 self.finish()
             else:
                 self._await()
+            if self.link.tracer is not None and self.record.form != "blocking":
+                self.link.tracer.waited(self.record, start, time.perf_counter())
         if self.error is not None:
             raise self.error
 

@@ -446,3 +446,13 @@ def test_slots_that_another_setting_has(folder: Path, whole: bool) -> None:
         one.save(place(folder, whole), whole=whole)
     with ShardedOptimizer(model_with(), SGD(1.0, momentum=0.5), COMM) as one:
         refused(one, place(folder, whole), "has no 'velocity'")
+
+
+def test_damage_in_a_shard_of_padding(folder: Path) -> None:
+    """No rank needs what is in it, and still it is checked."""
+    with ShardedOptimizer({"x": np.ones(1, np.float32)}, Adam(), COMM) as one:
+        one.save(folder / "state")
+        if RANK == 0:
+            flip(shard(folder / "state", SIZE - 1), 0.5)
+        COMM.Barrier()
+        refused(one, folder / "state", "is damaged: digest")

@@ -255,8 +255,11 @@ print(found)
         (
             "import asyncio\n"
             "async def main():\n"
-            "    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, print)\n"
+            "    heard = asyncio.Event()\n"
+            "    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, heard.set)\n"
             "    print(flight.listen(folder)); kill(); print(dumped())\n"
+            "    os.kill(os.getpid(), signal.SIGUSR2)\n"
+            "    await asyncio.wait_for(heard.wait(), 30)\n"
             "asyncio.run(main())\n"
             "kill(); print(dumped()); kill(); print(dumped())",
             "True\nTrue\nTrue\nTrue",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from synthetic import NS, Recorder, Skew, close, recorders, simulate
 
 from mpicoll.algorithms import every
@@ -24,6 +26,7 @@ from mpicoll.cli.timeline import Timeline, TraceError, read, spans
 from mpicoll.cli.timeline_events import events
 from mpicoll.cli.timeline_facts import analyse
 from mpicoll.cli.timeline_waits import Wait, blame, messages, waiting
+from mpicoll.cli.trace_report import show
 from mpicoll.runtime import trace
 from mpicoll.runtime.clocks import best
 from mpicoll.runtime.record import Record
@@ -328,6 +331,7 @@ def test_report(tmp_path: Path) -> None:
     assert report["slowest"]["seconds"] == pytest.approx(3.0)
     assert report["slowest"]["calls"] == 2
     (hidden,) = report["hidden"]
+    assert hidden["calls"] == 1
     assert hidden["hidden"] == pytest.approx(0.7)
     assert hidden["in_regions"] == pytest.approx(0.5)
     assert [(row["name"], row["count"]) for row in report["regions"]] == [
@@ -343,6 +347,9 @@ def test_hidden_is_not_claimed_without_waits(tmp_path: Path) -> None:
     (hidden,) = analyse(read(tmp_path))["hidden"]
     assert hidden["hidden"] is hidden["waited"] is None
     assert hidden["in_regions"] == 0
+    show(Console(file=(out := io.StringIO()), width=100), analyse(read(tmp_path)), 8)
+    assert "no Wait is in this trace" in out.getvalue()
+    assert out.getvalue().count("—") == 6
 
 
 def test_last_counts_only_what_the_clocks_can_tell(tmp_path: Path) -> None:
@@ -605,6 +612,7 @@ def test_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     code = f"""
 import os
+from mpicoll.cli.trace_report import show
 from mpicoll.runtime import trace
 trace._tracer = tracer = trace.Tracer({str(tmp_path)!r}, 0, 1)
 with trace.trace_region("parent"): pass
