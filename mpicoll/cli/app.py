@@ -9,7 +9,7 @@ import click
 from mpicoll._version import __version__
 
 #: Sub-commands in the order of --help; each is a click command in its module.
-COMMANDS = ("demo", "explain", "bench", "validate", "doctor")
+COMMANDS = ("demo", "explain", "bench", "validate", "doctor", "trace")
 
 
 class App(click.Group):
@@ -49,4 +49,5 @@ def app() -> None:
       mpiexec -n 8 mpicoll bench allreduce    time it against the MPI's own
       mpiexec -n 8 mpicoll validate           is everything right on this machine?
       mpiexec -n 8 mpicoll doctor             what is this machine?
+      mpicoll trace DIR                       who waited for whom, from MPICOLL_TRACE=DIR
     """

@@ -92,17 +92,16 @@ def forms(
     accepted = frozenset(signature.parameters)
 
     def plan(self: Base, opened: Opened, args: Any, options: dict[str, Any]) -> Planning:
-        if options.keys() - accepted:
+        if options and options.keys() - accepted:
             unknown = ", ".join(sorted(options.keys() - accepted))
             raise TypeError(f"unexpected keyword argument {unknown}; known: {', '.join(known)}")
-        planned: Planning = cast(Any, planner)(self, opened, *args, **options)
-        return planned
+        return planner(self, opened, *args, **options)  # type: ignore[arg-type]
 
     def blocking(self: Base, *args: Any, **options: Any) -> None:
         link = self._link
         opened = link.open(collective)
         time_limit = self._limit(options, opened, name)
-        if link.plain and time_limit is None and not progress.busy():
+        if link.plain and time_limit is None and not progress.ACTIVE:
             # The usual case, without what the others need. It does what `_course` does.
             try:
                 planned = plan(self, opened, args, options)
@@ -202,8 +201,8 @@ class Base:
 
     @property
     def _link(self) -> Link:
-        link = self.__dict__.get("_mpicoll_link")
-        if not isinstance(link, Link):
+        link: Link | None = self.__dict__.get("_mpicoll_link")
+        if link is None:
             # Absent after Idup alone: a duplicate may not be made in a non-blocking call.
             if self == MPI.COMM_NULL:
                 raise CallError(MPI.ERR_COMM, "this is the null communicator")
@@ -225,7 +224,7 @@ class Base:
 
     def _limit(self, options: dict[str, Any], opened: Opened, name: str) -> float | None:
         """Return the time limit of a call, which is taken out of its keywords."""
-        given = options.pop("timeout", None)
+        given = options.pop("timeout", None) if options else None
         if given is None:
             return self._link.settings.timeout
         try:

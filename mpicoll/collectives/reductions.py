@@ -18,7 +18,7 @@ from mpicoll.runtime.compress import compressed, expanded, wire_item
 from mpicoll.runtime.executor import Bytes
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.link import Opened, programmed
-from mpicoll.runtime.operators import AverageOp, Reducer, operator_name, reducer
+from mpicoll.runtime.operators import AverageOp, Reducer, reducer
 from mpicoll.runtime.plan import EMPTY, Plan
 from mpicoll.schedule.contracts import ROOTED
 from mpicoll.schedule.ir import Call
@@ -105,11 +105,11 @@ class Reductions(Base):
         options: OrderedOptions | Options,
     ) -> Plan:
         """Plan a reduction of whole vectors; ``send`` None means in place."""
-        link = self._link
+        link = opened.link
         opened.hold(send, recv)
         given = recv if send is None else send
         assert given is not None
-        item = wire_item(given.item, options.get("compress"))
+        item = wire_item(given.item, options.get("compress")) if options else given.item
         reduction = reducer(op, item, link.size)
         count = sum(given.counts)
         choice = self._choose_reduction(collective, reduction, count, options)
@@ -124,7 +124,7 @@ class Reductions(Base):
             source, narrow = compressed(source, item)
             target, widen = expanded(target, item)
         call = Call(link.rank, link.size, (count,), root, _items(choice, reduction.item_bytes))
-        plan = self._folded(opened, choice, call, op, given, reduction, source, target)
+        plan = self._folded(opened, choice, call, given, reduction, source, target)
         plan.alias = alias
         plan.loads = (load, narrow)
         if recv is not None and not (collective == "exscan" and link.rank == 0):
@@ -213,9 +213,9 @@ class Reductions(Base):
         options: OrderedOptions,
     ) -> Plan:
         """Plan a reduce-scatter; ``send`` None means in place."""
-        link = self._link
+        link = opened.link
         opened.hold(send, recv)
-        item = wire_item(recv.item, options.get("compress"))
+        item = wire_item(recv.item, options.get("compress")) if options else recv.item
         reduction = reducer(op, item, link.size)
         choice = self._choose_reduction("reduce_scatter", reduction, sum(counts), options)
         # In place the result lies over the head of the input, which is still to be read.
@@ -228,7 +228,7 @@ class Reductions(Base):
             own, widen = expanded(own, item)
         call = Call(link.rank, link.size, counts, 0, _items(choice, reduction.item_bytes))
         given = recv if send is None else send
-        plan = self._folded(opened, choice, call, op, given, reduction, source, own)
+        plan = self._folded(opened, choice, call, given, reduction, source, own)
         plan.loads = (load, narrow, keep)
         plan.finishes = (_division(reduction, choice, own, link.size), widen, finish)
         return plan
@@ -240,14 +240,13 @@ class Reductions(Base):
         count: int,
         options: OrderedOptions | Options,
     ) -> Choice:
-        wanted = Wanted(
-            collective,
-            self._link.size,
-            count * reduction.item_bytes,
-            commutative=reduction.commutative,
-            wide=reduction.wide and not _hop_by_hop(options.get("accumulate")),
-            order=options.get("order"),  # type: ignore[arg-type]
-        )
+        nbytes = count * reduction.item_bytes
+        size, commutative, wide = self._link.size, reduction.commutative, reduction.wide
+        if not options:
+            return self._link.choose(Wanted(collective, size, nbytes, commutative, wide))
+        wide = wide and not _hop_by_hop(options.get("accumulate"))
+        order: Any = options.get("order")
+        wanted = Wanted(collective, size, nbytes, commutative, wide, order=order)
         return self._link.choose(wanted, options.get("algorithm"), options.get("segment"))
 
     def _folded(
@@ -255,7 +254,6 @@ class Reductions(Base):
         opened: Opened,
         choice: Choice,
         call: Call,
-        op: MPI.Op | AverageOp,
         given: Buffer,
         reduction: Reducer,
         source: Bytes,
@@ -263,31 +261,21 @@ class Reductions(Base):
     ) -> Plan:
         """Return the plan of a call whose elements are items."""
         algorithm = choice.algorithm
-        operator = operator_name(op)
-        # Types that differ in width only are told apart by the length of messages.
-        dtype = "" if given.item.dtype is None else given.item.dtype.str
-        wire = reduction.item_bytes
-        what = (
-            algorithm.collective,
-            algorithm.name,
-            call.root,
-            call.segment,
-            operator,
-            dtype,
-            wire,
-        )
+        rooted = algorithm.collective in ROOTED
         return Plan(
             algorithm,
             programmed(algorithm, call, reduction.item_bytes),
-            opened.tag(*what),
+            opened.tag(
+                algorithm.collective, algorithm.name, call.root, call.segment, reduction.label
+            ),
             source,
             target,
             reduction,
-            operator=operator,
+            operator=reduction.operator,
             dtype=given.item.name,
             count=sum(given.counts),
             counts=call.counts,
-            root=call.root if algorithm.collective in ROOTED else -1,
+            root=call.root if rooted else -1,
             segment_bytes=choice.segment_bytes,
         )
 

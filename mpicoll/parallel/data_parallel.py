@@ -252,7 +252,8 @@ class DataParallel:
     def _slot(self, name: str) -> Slot:
         slot = self._slots.get(name)
         if slot is None:
-            known = ", ".join(map(repr, self._slots)) or "none"
+            names = [repr(known) for known in self._slots]
+            known = ", ".join(names[:10] + ["…"] * (len(names) > 10)) or "none"
             raise ValueError(self._said(f"unknown parameter {name!r}; known: {known}"))
         if slot.ready:
             raise ValueError(

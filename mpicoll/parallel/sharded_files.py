@@ -139,11 +139,25 @@ def write(path: str, fill: Callable[[BinaryIO], None]) -> None:
     except BaseException:
         remove(part)
         raise
+    sync_folder_of(path)
+
+
+def sync_folder_of(path: str) -> None:
+    """Bring the name of a file or folder to disk."""
     folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name, too
+        os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def is_current(folder: str, token: str) -> bool:
+    """Whether the manifest that is there is that of a token."""
+    try:
+        with open(os.path.join(folder, MANIFEST), encoding="utf-8") as file:
+            return token in file.read()
+    except OSError:
+        return False
 
 
 def remove(path: str) -> None:

@@ -44,8 +44,8 @@ def load_state(
             fault = foreign(manifest, [(part.group, part.arrays) for part in parts], kind)
             if not fault and len(manifest.digests) != (manifest.size if folder else 1):
                 fault = f"its manifest has {len(manifest.digests)} digests"
-        except DamagedError as error:
-            fault = str(error)
+        except Exception as error:
+            fault = reason(error)
     verdict(comm, what, fault)
     assert manifest is not None
 

@@ -19,9 +19,11 @@ from mpicoll.parallel.sharded_files import (
     Manifest,
     Saved,
     file_digest,
+    is_current,
     remove,
     remove_others,
     shard_name,
+    sync_folder_of,
     to_json,
     write,
 )
@@ -57,6 +59,7 @@ def save_shards(
     if not fault and comm.rank == 0:
         try:
             os.makedirs(folder, exist_ok=True)
+            sync_folder_of(folder)
         except OSError as error:
             fault = reason(error)
     verdict(comm, what, fault)
@@ -79,7 +82,9 @@ def save_shards(
                 fault = reason(error)
         verdict(comm, what, fault)
     except SavedStateError:
-        remove(path)
+        # The manifest may be there, though its name could not be brought to disk.
+        if not comm.bcast(is_current(folder, token) if comm.rank == 0 else None, root=0):
+            remove(path)
         raise
     if comm.rank == 0:
         remove_others(folder, token)

@@ -33,7 +33,8 @@ class Item(NamedTuple):
         """The name for messages."""
         if self.datatype is None:
             return str(self.dtype)
-        return self.datatype.Get_name() or "derived datatype"
+        known = _NAMES.get(self.datatype.handle)
+        return known or self.datatype.Get_name() or "derived datatype"
 
     def same(self, other: Item) -> bool:
         """Whether both are the same datatype."""
@@ -77,6 +78,7 @@ def _numpy_counterparts() -> dict[int, DType]:
 _COUNTERPARTS = _numpy_counterparts()
 _NOTHING = np.empty(0, np.uint8)
 _PREDEFINED: dict[int, Item] = {}
+_NAMES: dict[int, str] = {}
 
 
 def describe(datatype: MPI.Datatype) -> Item:
@@ -113,6 +115,7 @@ def _described(datatype: MPI.Datatype) -> Item:
     )
     if datatype.is_predefined:
         _PREDEFINED[datatype.handle] = item
+        _NAMES[datatype.handle] = datatype.Get_name()
     return item
 
 

@@ -144,6 +144,7 @@ class Execution:
         "_requests",
         "_statuses",
         "_tag",
+        "_times",
         "_traced",
         "_worked",
         "failed",
@@ -173,6 +174,7 @@ class Execution:
         self._requests: list[MPI.Request] | None = None  # of the posted step, None before
         self._statuses: list[MPI.Status] = []
         self._posted = self._worked = 0.0
+        self._times: list[StageTime] = []
         self.failed: BaseException | None = None
         record.step, record.steps = 0, len(program.stages)
 
@@ -337,14 +339,17 @@ class Execution:
         return error
 
     def _trace(self, recvs: Sequence[Message], sends: Sequence[Message]) -> None:
-        self._record.stages.append(
+        if not self._record.stages:
+            self._times = []
+            self._record.stages = self._times
+        self._times.append(
             StageTime(
                 self._number + 1,
                 self._posted,
                 self._worked,
                 time.perf_counter(),
-                _peers(recvs),
-                _peers(sends),
+                tuple([message.peer for message in recvs]),
+                tuple([message.peer for message in sends]),
                 sum(message.stop - message.start for message in recvs),
                 sum(message.stop - message.start for message in sends),
             )

@@ -14,7 +14,6 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import cast
 
@@ -49,7 +48,6 @@ from mpicoll.selection.settings import Settings, gather, parse
 KEPT_WORK_BYTES = 64 << 20
 
 
-@dataclass(slots=True)
 class Opened:
     """A call that has its sequence number.
 
@@ -57,11 +55,15 @@ class Opened:
     derived datatypes, in ``held``, since the caller may free them.
     """
 
-    link: Link
-    sequence: int
-    record: Record
-    keeps: bool = False
-    held: list[MPI.Datatype] = field(default_factory=list)
+    __slots__ = ("held", "keeps", "link", "record", "sequence")
+
+    def __init__(self, link: Link, sequence: int, record: Record, keeps: bool) -> None:
+        """Begin with nothing held."""
+        self.link = link
+        self.sequence = sequence
+        self.record = record
+        self.keeps = keeps
+        self.held: list[MPI.Datatype] = []
 
     def tag(self, *what: object) -> int:
         """Return the tag for messages of this call that belong to ``what``."""
@@ -165,8 +167,9 @@ class Link:
             raise CallError(MPI.ERR_COMM, "this communicator was freed")
         if self.watched:
             self.learn()
-        progress.progress()
-        sequence = self.tags.next_sequence(lambda half: self._complete(half))
+        if progress.ACTIVE:
+            progress.progress()
+        sequence = self.tags.next_sequence(self._complete)
         record = Record(self.identity, sequence, collective, form)
         record.start = time.perf_counter()
         record.site = RECORDER.site()
@@ -184,7 +187,8 @@ class Link:
         if self.watched:
             self.learn()
         progress.progress()
-        record = replace(first, start=time.perf_counter(), end=0.0, step=0, stages=[])
+        record = Record(first.communicator, first.sequence, first.collective, first.form)
+        record.start = time.perf_counter()
         record.site = RECORDER.site()
         RECORDER.keep(record)
         return record
@@ -341,12 +345,11 @@ class Link:
 def _describe(plan: Plan, record: Record) -> None:
     """Put into the record of a call what its plan says."""
     record.algorithm = plan.algorithm.name
-    record.operator, record.dtype = plan.operator, plan.dtype
+    record.operator = plan.operator
+    record.dtype = plan.dtype
     record.root = plan.root
-    record.count, record.nbytes = (
-        plan.count,
-        (plan.source if plan.source.size else plan.target).size,
-    )
+    record.count = plan.count
+    record.nbytes = plan.source.size or plan.target.size
 
 
 @lru_cache(maxsize=128)  # a program of 1000 ranks may have half a megabyte

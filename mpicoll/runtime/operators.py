@@ -60,9 +60,12 @@ class Reducer(Protocol):
     ``wide`` says that it sums or multiplies 16-bit floats: a fold of more than two operands
     accumulates in float32 and rounds once. ``finish``, of AVG only, divides a result by
     the number of ranks; a wide fold over ``mean_of`` operands, all there are, divides by
-    itself before it rounds, so that a sum of float16 can not overflow.
+    itself before it rounds, so that a sum of float16 can not overflow. ``operator`` is its
+    name, ``label`` tells operator and type from others, the same on all ranks.
     """
 
+    operator: str
+    label: str
     commutative: bool
     item_bytes: int
     wide: bool
@@ -134,7 +137,9 @@ class _NumpyReducer:
     one rank would leave the others waiting.
     """
 
-    def __init__(self, ufunc: np.ufunc, dtype: DType, wide: bool, average: int) -> None:
+    def __init__(self, name: str, ufunc: np.ufunc, dtype: DType, wide: bool, average: int) -> None:
+        self.operator = "AVG" if average else name
+        self.label = f"{self.operator} {dtype.str}"
         self.commutative = True
         self.item_bytes = dtype.itemsize
         self.wide = wide
@@ -243,7 +248,9 @@ class _NumpyReducer:
 class _HalfReducer:
     """Loops of `mpicoll.kernels`, for float16 and bfloat16."""
 
-    def __init__(self, name: str, half: kernels.Half, average: int) -> None:
+    def __init__(self, name: str, dtype: DType, half: kernels.Half, average: int) -> None:
+        self.operator = "AVG" if average else name
+        self.label = f"{self.operator} {dtype}"
         self.commutative = True
         self.item_bytes = 2
         self.wide = name in ("SUM", "PROD")
@@ -283,6 +290,9 @@ class _NativeReducer:
 
     def __init__(self, op: MPI.Op, item: Item) -> None:
         assert item.datatype is not None
+        self.operator = self.label = operator_name(op)
+        if op.is_predefined and item.dtype is not None:
+            self.label += f" {item.dtype.str}"
         self.commutative = op.Is_commutative()
         self.item_bytes = item.nbytes
         self.wide = False
@@ -436,8 +446,8 @@ def _bound(op_handle: int, type_handle: int | None, dtype: DType | None, average
             return _NativeReducer(op, item)
     half = kernels.half(dtype) if name in kernels.OPERATORS else None
     if half is not None:
-        return _HalfReducer(name, half, average)
-    made = _NumpyReducer(ufunc, dtype, name in ("SUM", "PROD") and _narrow(dtype), average)
+        return _HalfReducer(name, dtype, half, average)
+    made = _NumpyReducer(name, ufunc, dtype, name in ("SUM", "PROD") and _narrow(dtype), average)
     if type_handle is not None:
         made.prefer(op, MPI.Datatype.fromhandle(type_handle))
     return made

@@ -117,7 +117,7 @@ class Operation:
         if not self.done:
             start = time.perf_counter()
             self.hold_to(limit)
-            others = any(one is not self for one in _ACTIVE)
+            others = any(one is not self for one in ACTIVE)
             if self.deadline is None and not (others or self.link.watched or self.link.threaded):
                 discard(self)
                 self.finish()
@@ -135,8 +135,8 @@ class Operation:
             discard(self)
             raise
         except BaseException:
-            if not self.done and not any(one is self for one in _ACTIVE):
-                _ACTIVE.append(self)
+            if not self.done and not any(one is self for one in ACTIVE):
+                ACTIVE.append(self)
             raise
 
     def hold_to(self, limit: float | None) -> None:
@@ -167,12 +167,12 @@ def await_(done: Callable[[], bool], watch: Callable[[], None]) -> None:
 
 
 #: Operations in flight that nobody may be waiting for at present.
-_ACTIVE: list[Operation] = []
+ACTIVE: list[Operation] = []
 
 
 def launch(operation: Operation) -> None:
     """Start an operation and leave it to whoever drives."""
-    _ACTIVE.append(operation)
+    ACTIVE.append(operation)
     if operation.advance():
         discard(operation)
     elif operation.link.threaded:
@@ -182,24 +182,19 @@ def launch(operation: Operation) -> None:
 def discard(operation: Operation) -> None:
     """Drive an operation no more."""
     with contextlib.suppress(ValueError):  # another thread may have been faster
-        _ACTIVE.remove(operation)
+        ACTIVE.remove(operation)
 
 
 def progress() -> None:
     """Drive every operation in flight a little."""
-    for operation in list(_ACTIVE):
+    for operation in list(ACTIVE):
         if operation.advance():
             discard(operation)
 
 
-def busy() -> bool:
-    """Whether any operation is in flight."""
-    return bool(_ACTIVE)
-
-
 def active(link: Link | None = None) -> list[Operation]:
     """Return the operations in flight, all or those of one communicator."""
-    return [one for one in list(_ACTIVE) if link is None or one.link is link]
+    return [one for one in list(ACTIVE) if link is None or one.link is link]
 
 
 class _Thread:

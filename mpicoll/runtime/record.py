@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
 class StageTime(NamedTuple):
     """When a step of a schedule ran; times are of `time.perf_counter`.
 
     ``posted`` is when its messages were posted, ``worked`` when the local work beside them was
-    done, ``done`` when the last message was; ``sources`` and ``targets`` are the peers, as ranks
-    of the communicator.
+    done, ``done`` when the last message was; ``sources`` and ``targets`` are the peers, one for
+    each message, as ranks of the communicator.
     """
 
     step: int
@@ -24,7 +25,7 @@ class StageTime(NamedTuple):
     bytes_sent: int
 
 
-@dataclass(slots=True)
+@dataclass(init=False)
 class Record:
     """A call: what it is, how far it is, and when; times are of `time.perf_counter`.
 
@@ -53,4 +54,20 @@ class Record:
     end: float = 0.0
     site: str = ""
     error: str = ""
-    stages: list[StageTime] = field(default_factory=list)
+    stages: Sequence[StageTime] = ()
+
+    def __init__(
+        self,
+        communicator: str,
+        sequence: int,
+        collective: str,
+        form: str = "blocking",
+        **others: Any,
+    ) -> None:
+        """Set what is given; the rest is found in the class until a call sets it."""
+        # One is made for each call, so it matters that only a few fields are set.
+        self.communicator = communicator
+        self.sequence = sequence
+        self.collective = collective
+        self.form = form
+        self.__dict__.update(others)

@@ -19,7 +19,7 @@ from mpicoll.schedule.ir import Call, Reduce, Schedule
 from mpicoll.simulation import lockstep
 from mpicoll.simulation import replay as full
 from mpicoll.simulation.fabric import Fabric
-from mpicoll.simulation.machine import TICK, Integers, Machine
+from mpicoll.simulation.machine import TICK, Integers, Machine, Reals
 from mpicoll.simulation.program import Line, Program, joined, line
 from mpicoll.simulation.symmetry import ALL, APART, TOGETHER, Lines, expanded, kinds
 
@@ -53,6 +53,59 @@ class Cut(NamedTuple):
     blocks: bool
 
 
+class Prepared:
+    """An algorithm's schedules for some sizes, ready to be replayed on any machine.
+
+    Sizes are bytes of the vector, or of all blocks together. They are cut into equal shares,
+    fractions of a byte too: what each of 16 ranks has of 8 bytes is half a byte. ``segment`` is
+    the most bytes of a pipelined piece, 0 for whole blocks. Raises LeftOutError where symmetry
+    does not help and building all schedules would take longer than ``patience`` seconds.
+    ``how`` insists on a way; but for "merged", the ticks are the same.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        sizes: Sequence[int],
+        segment: int,
+        ranks: int,
+        patience: float = 30.0,
+        how: How | None = None,
+    ) -> None:
+        self._sizes = tuple(sizes)
+        self._parts: list[_Part] = []
+        cuts = {nbytes: _cut(algorithm, nbytes, segment, ranks) for nbytes in sizes}
+        for cut in sorted(set(cuts.values())):
+            group = [nbytes for nbytes in cuts if cuts[nbytes] == cut]
+            schedules = _Schedules(algorithm, ranks, cut)
+            way, program = schedules.program(patience, how)
+            scales = np.array([nbytes / schedules.units for nbytes in group])
+            self._parts.append(_Part(group, way, program, scales))
+
+    def run(self, fabric: Fabric, machine: Machine) -> Prediction:
+        """Replay them."""
+        seconds: dict[int, float] = {}
+        ways: dict[int, How] = {}
+        for part in self._parts:
+            ends = _replayed(part.program, fabric, machine, part.scales)
+            for nbytes, last in zip(part.sizes, ends.tolist(), strict=True):
+                seconds[nbytes] = last * TICK
+                ways[nbytes] = part.how
+        return Prediction(
+            tuple(seconds[nbytes] for nbytes in self._sizes),
+            tuple(ways[nbytes] for nbytes in self._sizes),
+        )
+
+
+class _Part(NamedTuple):
+    """Sizes that are replayed together, and how."""
+
+    sizes: list[int]
+    how: How
+    program: lockstep.March | Program
+    scales: Reals
+
+
 def predict(
     algorithm: Algorithm,
     sizes: Sequence[int],
@@ -62,43 +115,20 @@ def predict(
     patience: float = 30.0,
     how: How | None = None,
 ) -> Prediction:
-    """Return the predicted times for vectors of ``sizes`` bytes, or of all blocks together.
-
-    Bytes are cut into equal shares, fractions of a byte too: what a rank has of 8 bytes on 16
-    ranks is half a byte. ``segment`` is the most bytes of a pipelined piece, 0 for whole
-    blocks. Raises LeftOutError where symmetry does not help and building all schedules would
-    take longer than ``patience`` seconds. ``how`` insists on a way; the ticks are the same.
-    """
-    seconds: dict[int, float] = {}
-    ways: dict[int, How] = {}
-    cuts = {nbytes: _cut(algorithm, nbytes, segment, fabric.size) for nbytes in sizes}
-    for cut in sorted(set(cuts.values())):
-        group = [nbytes for nbytes in dict.fromkeys(sizes) if cuts[nbytes] == cut]
-        schedules = _Schedules(algorithm, fabric.size, cut)
-        scales = np.array([nbytes / schedules.units for nbytes in group])
-        way, ends = _replayed(schedules, fabric, machine, scales, patience, how)
-        for nbytes, last in zip(group, ends.tolist(), strict=True):
-            seconds[nbytes] = last * TICK
-            ways[nbytes] = way
-    return Prediction(tuple(seconds[n] for n in sizes), tuple(ways[n] for n in sizes))
+    """Return the predicted times; see `Prepared`."""
+    return Prepared(algorithm, sizes, segment, fabric.size, patience, how).run(fabric, machine)
 
 
 def _replayed(
-    schedules: _Schedules,
-    fabric: Fabric,
-    machine: Machine,
-    scales: np.ndarray[tuple[int], np.dtype[np.float64]],
-    patience: float,
-    how: How | None,
-) -> tuple[How, Integers]:
-    """Return the way that was taken and the ticks until the last rank is done, per size."""
-    way, program = schedules.program(patience, how)
+    program: lockstep.March | Program, fabric: Fabric, machine: Machine, scales: Reals
+) -> Integers:
+    """Return the ticks until the last rank is done, one per size."""
     if isinstance(program, lockstep.March):
-        return way, lockstep.replay(program, fabric, machine, scales).max(axis=1)
+        return lockstep.replay(program, fabric, machine, scales).max(axis=1)
     at_once = max(1, LARGE // max(1, program.source.size))
     parts = [scales[low : low + at_once] for low in range(0, scales.size, at_once)]
     ends = [full.replay(program, fabric, machine, part).max(axis=1) for part in parts]
-    return way, np.concatenate(ends)
+    return np.concatenate(ends)
 
 
 @lru_cache(maxsize=256)

@@ -120,6 +120,13 @@ class Seen:
         return error
 
 
+def works(comm: Any) -> None:
+    """Use a communicator."""
+    total = np.empty(1)
+    comm.Allreduce(np.ones(1), total)
+    assert total[0] == comm.size
+
+
 def meet(comm: MPI.Intracomm) -> None:
     """Wait for the others, and leave them the cores."""
     request = MPI.Intracomm(comm).Ibarrier()
@@ -199,10 +206,9 @@ class Group:
         self.seen.trial(both, victim=victim, of=self.plain.rank, stops=stops, **about)
         if wake:
             self._wake(victim)
-            again = mpicoll.Comm(self.plain)
-            total = np.empty(1)
-            again.Allreduce(np.ones(1), total)
-            assert total[0] == again.size
+            # Whoever had completed its calls learns of it now, and other communicators work.
+            self.seen.trial(comm.Barrier, after=True, of=self.plain.rank, **about)
+            works(mpicoll.Comm(self.plain))
 
     def _wake(self, victim: int) -> None:
         others = [rank for rank in range(self.plain.size) if rank != victim]
@@ -219,7 +225,7 @@ class Group:
 
 def stops(seen: Seen, size: int, seed: int, most: int) -> None:
     """Stop a rank before every step of every method; ``most`` cases, 0 for all there are."""
-    group = Group(seen, trap := Trap(), size)
+    group = Group(seen, Trap(), size)
     steps = group.steps()
     cases = []
     for number, (name, form) in enumerate((name, form) for name in METHODS for form in FORMS):
@@ -229,11 +235,12 @@ def stops(seen: Seen, size: int, seed: int, most: int) -> None:
                 cases.append((name, form, n, victim, step))
     if most:
         # Steps of one method lie side by side, so a stride meets all methods alike.
-        cases = [cases[(seed + number * len(cases) // most) % len(cases)] for number in range(most)]
+        cases = [
+            cases[(seed + number * len(cases) // most) % len(cases)] for number in range(most)
+        ]
     groups = MPI.COMM_WORLD.size // size
     for name, form, n, victim, step in cases[group.number :: groups]:
         group.stop(name, form, n, victim, step, wake=True)
-    del trap
     meet(MPI.COMM_WORLD)
     seen.say(end=True, cases=len(cases))
 

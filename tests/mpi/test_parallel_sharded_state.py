@@ -235,6 +235,8 @@ def test_a_failed_save_leaves_the_older(
         one.save(path, whole=whole)
         expected = state(one)
         train(one, 1)
+        COMM.Barrier()
+        before = files(folder if whole else path)
 
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
@@ -247,11 +249,33 @@ def test_a_failed_save_leaves_the_older(
             one.save(path, whole=whole)
         monkeypatch.undo()
         COMM.Barrier()
-        assert files(folder if whole else path) == files(folder if whole else path)
-        assert len(files(folder if whole else path)) == (1 if whole else SIZE + 1)
+        assert files(folder if whole else path) == before
         one.load(path)
         assert one.steps == 1
         assert state(one) == expected
+
+
+def test_a_manifest_that_is_there_keeps_its_shards(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name could not be brought to disk: an error, but then the newer state is there."""
+    path = folder / "state"
+    with make(2, COMM) as one:
+        one.save(path)
+        train(one, 1)
+
+        def sync(place: str) -> None:
+            if place.endswith("manifest.json"):
+                raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(sharded_files, "sync_folder_of", sync)
+        with pytest.raises(SavedStateError, match=r"rank 0: OSError.*Input/output"):
+            one.save(path)
+        monkeypatch.undo()
+        COMM.Barrier()
+        train(one, 1)
+        one.load(path)
+        assert one.steps == 1
 
 
 @by_form

@@ -134,7 +134,7 @@ def test_bound_of_any_order(stage: int) -> None:
     if stage == 3:
         params = ShardedParameters({"a": {"x": x}}, SGD(lr))
     else:
-        params = ShardedOptimizer({"x": x}, SGD(lr), stage=stage)  # type: ignore[arg-type]
+        params = ShardedOptimizer({"x": x}, SGD(lr), stage=stage)
     expected = start.astype(np.float64)
     with params:
         for step in range(steps):
@@ -230,7 +230,7 @@ def test_few_elements(stage: int, count: int) -> None:
                 assert nothing == {}
                 assert (arrays["x"] == np.arange(count) - 2).all()
     else:
-        with ShardedOptimizer(model["a"], SGD(1.0), stage=stage) as one:  # type: ignore[arg-type]
+        with ShardedOptimizer(model["a"], SGD(1.0), stage=stage) as one:
             assert one.step(grads, max_norm=np.inf) == pytest.approx(2 * count**0.5)
             assert (model["a"]["x"] == np.arange(count) - 2).all()
 
@@ -272,7 +272,7 @@ def test_all_start_from_the_root(stage: int) -> None:
             assert (arrays["x"] == root).all()
         assert (x == RANK).all()
     else:
-        with ShardedOptimizer({"x": x}, SGD(1), stage=stage, root=root):  # type: ignore[arg-type]
+        with ShardedOptimizer({"x": x}, SGD(1), stage=stage, root=root):
             assert (x == root).all()
 
 
@@ -344,7 +344,7 @@ def test_memory_by_formula(stage: int, half: bool, count: int) -> None:
     if stage == 3:
         one = ShardedParameters(model, Adam())
     else:
-        one = ShardedOptimizer(cases.flat(model), Adam(), stage=stage, bucket_bytes=1)  # type: ignore[arg-type]
+        one = ShardedOptimizer(cases.flat(model), Adam(), stage=stage, bucket_bytes=1)
     with one:
         for layer in ("b", "a"):
             given = np.ones_like(model[layer]["x"])
@@ -405,6 +405,32 @@ def test_buckets_in_flight_are_bounded() -> None:
         one.step({name: params[name] for name in reversed(params)})
         share = ceil(64, SIZE)
         assert one.memory(peak=True)["buffers"] <= 3 * 4 * share * (SIZE + 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 1000])
+def test_bytes_sent_per_step(stage: int, count: int) -> None:
+    """A shard to each other rank per reduce-scatter and allgather, and 24 bytes to agree."""
+    model = {"a": {"x": np.zeros(count, np.float32)}}
+    gradient = {"x": ones(count)}
+    one: Any
+    if stage == 3:
+        one = ShardedParameters(model, SGD(1.0))
+    else:
+        one = ShardedOptimizer(model["a"], SGD(1.0), stage=stage)
+    with one:
+        before = one.comm.stats.total.bytes_sent
+        if stage == 3:
+            for _ in "forward", "backward":
+                with one.gather("a"):
+                    pass
+            one.ready("a", gradient)
+            one.step()
+        else:
+            one.step(gradient)
+        sent = one.comm.stats.total.bytes_sent - before
+        shards = 3 if stage == 3 else 2
+        assert sent == (SIZE - 1) * (shards * 4 * ceil(count, SIZE) + 24)
 
 
 # -- gather -----------------------------------------------------------------------------
@@ -685,7 +711,7 @@ def test_wrong_gradient_on_one_rank(stage: int, name: str) -> None:
     """It raises at once there, at the step on all; nothing changes, and then one can go on."""
     names = ["still", "list", "shape", "dtype", "complex"]
     params = {one: ones(2) for one in names}
-    one = ShardedOptimizer(params, SGD(1.0), stage=stage, frozen=["still"], bucket_bytes=1)  # type: ignore[arg-type]
+    one = ShardedOptimizer(params, SGD(1.0), stage=stage, frozen=["still"], bucket_bytes=1)
     wrong, text = WRONG_GRADIENTS[name]
     good = {key: ones(2) for key in names[1:]}
     with one:
@@ -720,7 +746,7 @@ def test_missing_gradient(stage: int) -> None:
     params = {"x": np.zeros(3, np.float32), "y": np.zeros(2)}
     grads = {"x": ones(3), "y": ones(2, dtype=np.float64)}
     mine = {name: grads[name] for name in grads if name == "x" or RANK < SIZE - 1}
-    one = ShardedOptimizer(params, SGD(1.0), stage=stage, bucket_bytes=1)  # type: ignore[arg-type]
+    one = ShardedOptimizer(params, SGD(1.0), stage=stage, bucket_bytes=1)
     with one:
         with pytest.raises(ValueError, match=f"rank {SIZE - 1} passed no gradient of 'y'"):
             one.step(mine)
@@ -806,7 +832,7 @@ def test_steps_that_differ(what: str) -> None:
         options: dict[str, Any] = {}
         if RANK == SIZE - 1:
             if what == "lr":
-                one.optimizer.lr = 0.5  # type: ignore[attr-defined]
+                one.optimizer.lr = 0.5
             else:
                 options[what] = 2.0
         if SIZE == 1:
@@ -815,7 +841,7 @@ def test_steps_that_differ(what: str) -> None:
         with pytest.raises(ValueError, match=rf"rank {SIZE - 1} has .*{what}"):
             one.step({"x": ones(2)}, **options)
         assert (x == 1).all()
-        one.optimizer.lr = 0.5  # type: ignore[attr-defined]
+        one.optimizer.lr = 0.5
         one.step({"x": ones(2)})
         assert (x == 0.5).all()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from mpicoll.cli import app, launch
+from mpicoll.cli import launch
 from mpicoll.cli.main import run
 from mpicoll.cli.timeline import Timeline, read
 from mpicoll.cli.timeline_waits import messages
@@ -176,9 +176,7 @@ def test_command_speaks_on_rank_0(
     private: MPI.Intracomm,
     folder: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(app, "COMMANDS", (*app.COMMANDS, "trace"))
     tracer = open_trace(private, folder)
     tracer.join("world", "", RANK, range(SIZE))
     for sequence in range(1, CALLS + 1):

@@ -31,7 +31,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(variable, raising=False)
 
 
-@pytest.mark.parametrize("command", [(), ("demo",), ("explain",), ("bench",), ("validate",)])
+@pytest.mark.parametrize(
+    "command", [(), ("demo",), ("explain",), ("bench",), ("validate",), ("trace",)]
+)
 def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--help"]) == 0
     assert f"mpicoll {' '.join(command)}".strip() in capsys.readouterr().out

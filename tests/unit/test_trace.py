@@ -19,7 +19,7 @@ from rich.console import Console
 from synthetic import NS, Recorder, Skew, close, recorders, simulate
 
 from mpicoll.algorithms import every
-from mpicoll.cli import app, launch
+from mpicoll.cli import launch
 from mpicoll.cli.intervals import common, lanes, length, union
 from mpicoll.cli.main import run
 from mpicoll.cli.timeline import Timeline, TraceError, read, spans
@@ -44,8 +44,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for _, *variables in launch._LAUNCHERS:
         for variable in variables:
             monkeypatch.delenv(variable, raising=False)
-    if "trace" not in app.COMMANDS:
-        monkeypatch.setattr(app, "COMMANDS", (*app.COMMANDS, "trace"))
 
 
 # -- clocks -----------------------------------------------------------------------------
@@ -735,7 +733,7 @@ def test_other_ranks_do_nothing(
 def test_reading_a_trace_starts_no_mpi(tmp_path: Path) -> None:
     close(_two_ranks(tmp_path))
     code = (
-        "import sys; from mpicoll.cli import app; app.COMMANDS = ('trace',); "
+        "import sys; "
         f"from mpicoll.cli.main import run; run(['trace', {str(tmp_path)!r}]); "
         "sys.exit('mpi4py' in sys.modules)"
     )

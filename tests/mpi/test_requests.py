@@ -1,0 +1,718 @@
+"""Requests of non-blocking and persistent collectives: mpi4py's methods, and what they promise."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from breaking import METHODS, calls
+from mpi4py import MPI
+from wrong_calls import POISON, WRONG, Wrong
+
+from mpicoll import Comm, Prequest, Request, SettingError
+from mpicoll.runtime import progress
+
+if TYPE_CHECKING:
+    from harness import Ranks
+
+Array = np.ndarray[Any, Any]
+
+
+def started(comm: Any, value: float = 1.0, n: int = 3) -> tuple[Request, Array]:
+    """Start a sum over all ranks; return its request and where the result comes."""
+    out = np.full(n, POISON)
+    return comm.Iallreduce(np.full(n, value), out), out
+
+
+def first(ranks: Ranks, start: Callable[[], Any], check: Callable[[Any], None]) -> Any:
+    """Start on all ranks but 0, check there while it is in flight, then start on rank 0.
+
+    Returns what ``start`` does. On one rank nothing is ever in flight.
+    """
+    made = None
+    if ranks.rank:
+        made = start()
+        check(made)
+    ranks.comm.Barrier()
+    return made if ranks.rank else start()
+
+
+def works(comm: Any) -> None:
+    """Use a communicator on all ranks."""
+    total = np.zeros(1)
+    comm.Allreduce(np.ones(1), total)
+    assert total[0] == comm.size
+
+
+@pytest.fixture
+def twin(world: Comm) -> Iterator[Any]:
+    made = world.Dup()
+    yield made
+    made.Free()
+
+
+@pytest.fixture(params=["driven", "thread"])
+def either(request: pytest.FixtureRequest, world: Comm) -> Iterator[Any]:
+    """Communicators whose operations are driven by calls, and by a thread."""
+    made = Comm(
+        MPI.Intracomm(world).Dup(), progress=None if request.param == "driven" else "thread"
+    )
+    yield made
+    made.Free()
+
+
+# -- one request ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["mpicoll", "mpi4py"])
+def test_one_request(world: Comm, native: bool) -> None:
+    comm = MPI.Intracomm(world) if native else world
+    request, out = started(comm)
+    assert request
+    assert request.Wait() is True
+    assert not request
+    assert out.tolist() == [comm.size] * 3
+    assert request.Wait() is True
+    assert request.Test() is True
+    assert request.wait() is None
+    assert request.test() == (True, None)
+    assert request.Get_status() is True
+
+
+def test_the_status_is_that_of_no_message(either: Any) -> None:
+    for ask in ("Wait", "Test", "wait", "test", "Get_status"):
+        request, _ = started(either)
+        if ask in ("Test", "test", "Get_status"):
+            while not request.Get_status():
+                pass
+        status = MPI.Status()
+        status.Set_source(7)
+        status.Set_tag(7)
+        getattr(request, ask)(status)
+        assert (status.source, status.tag) == (MPI.ANY_SOURCE, MPI.ANY_TAG), ask
+        assert (status.count, status.error) == (0, MPI.SUCCESS), ask
+        assert not status.Is_cancelled()
+        request.Wait()
+
+
+@pytest.mark.parametrize("n", [0, 3, 40_000])
+@pytest.mark.parametrize("ask", ["Test", "test", "Get_status"])
+def test_tests_alone_complete_it(either: Any, ask: str, n: int) -> None:
+    request, out = started(either, either.rank + 1.0, n)
+    done: Any = False
+    while not done:
+        done = getattr(request, ask)()
+        done = done[0] if ask == "test" else done
+    assert (out == either.size * (either.size + 1) / 2).all()
+    request.Wait()
+
+
+def test_what_is_under_way_can_not_be_freed_or_cancelled(ranks: Ranks, either: Any) -> None:
+    def check(made: Any) -> None:
+        for call in ("Free", "free"):
+            with pytest.raises(MPI.Exception, match="under way can not be freed") as error:
+                getattr(made[0], call)()
+            assert error.value.Get_error_class() == MPI.ERR_REQUEST
+        assert made[0]
+        assert made[0].Test() is False
+
+    request, out = first(ranks, lambda: started(either), check)
+    for call in ("Cancel", "cancel"):
+        with pytest.raises(MPI.Exception, match="can not be cancelled") as error:
+            getattr(request, call)()
+        assert error.value.Get_error_class() == MPI.ERR_REQUEST
+    request.Wait()
+    assert out.tolist() == [either.size] * 3
+    request.Free()
+    assert not request
+
+
+def test_a_request_that_is_complete_can_be_freed(world: Comm) -> None:
+    request, out = started(world)
+    while not request.Get_status():
+        pass
+    request.Free()
+    assert not request
+    assert out.tolist() == [world.size] * 3
+    assert request.Wait() is True
+
+
+# -- many requests ----------------------------------------------------------------------
+
+
+class Mixed:
+    """Two collectives, a message from the left and one to the right, and no request."""
+
+    def __init__(self, ranks: Ranks, comm: Any) -> None:
+        self.size = comm.size
+        self.left, right = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+        one, self.one = started(comm, 1.0)
+        self.got = np.full(2, POISON)
+        receive = ranks.comm.Irecv(self.got, self.left, 5)
+        self.two = np.full(comm.size, POISON)
+        two = comm.Iallgather(np.array([comm.rank * 1.0]), self.two)
+        send = ranks.comm.Isend(np.full(2, ranks.rank * 1.0), right, 5)
+        self.requests = [one, receive, MPI.REQUEST_NULL, two, send]
+        self.active = {0, 1, 3, 4}
+
+    def check(self) -> None:
+        assert self.one.tolist() == [self.size] * 3
+        assert self.two.tolist() == list(range(self.size))
+        assert self.got.tolist() == [self.left] * 2
+        assert all(not one for one in self.requests)
+
+
+def test_waitall(ranks: Ranks, either: Any) -> None:
+    mixed = Mixed(ranks, either)
+    statuses: list[MPI.Status] = []
+    assert Request.Waitall(mixed.requests, statuses) is True
+    mixed.check()
+    assert len(statuses) == 5
+    assert (statuses[1].source, statuses[1].tag, statuses[1].count) == (mixed.left, 5, 16)
+    assert statuses[0].source == MPI.ANY_SOURCE
+    assert Request.Waitall(mixed.requests) is True
+
+
+def test_testall(ranks: Ranks, either: Any) -> None:
+    def check(mixed: Any) -> None:
+        assert Request.Testall(mixed.requests) is False
+        assert all(bool(mixed.requests[number]) for number in (0, 3))
+
+    mixed = first(ranks, lambda: Mixed(ranks, either), check)
+    statuses: list[MPI.Status] = []
+    while not Request.Testall(mixed.requests, statuses):
+        pass
+    mixed.check()
+    assert (statuses[1].source, statuses[1].tag) == (mixed.left, 5)
+
+
+@pytest.mark.parametrize("how", ["Waitany", "Testany"])
+def test_any(ranks: Ranks, either: Any, how: str) -> None:
+    mixed = Mixed(ranks, either)
+    found: list[int] = []
+    status = MPI.Status()
+    while True:
+        if how == "Waitany":
+            number = Request.Waitany(mixed.requests, status)
+        else:
+            number, done = Request.Testany(mixed.requests, status)
+            if not done:
+                assert number == MPI.UNDEFINED
+                continue
+        if number == MPI.UNDEFINED:
+            break
+        if number == 1:
+            assert (status.source, status.tag) == (mixed.left, 5)
+        found.append(number)
+    assert sorted(found) == sorted(mixed.active)
+    mixed.check()
+
+
+@pytest.mark.parametrize("how", ["Waitsome", "Testsome"])
+def test_some(ranks: Ranks, either: Any, how: str) -> None:
+    mixed = Mixed(ranks, either)
+    found: list[int] = []
+    while True:
+        statuses: list[MPI.Status] = []
+        some = getattr(Request, how)(mixed.requests, statuses)
+        if some is None:
+            break
+        assert some or how == "Testsome"
+        for number, status in zip(some, statuses, strict=False):
+            if number == 1:
+                assert (status.source, status.tag) == (mixed.left, 5)
+        found += some
+    assert sorted(found) == sorted(mixed.active)
+    mixed.check()
+
+
+def test_waitall_of_objects(ranks: Ranks, world: Comm) -> None:
+    left, right = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+    one, out = started(world)
+    requests = [ranks.comm.isend({"rank": ranks.rank}, right, 6), one]
+    requests.append(ranks.comm.irecv(source=left, tag=6))
+    assert Request.waitall(requests) == [None, None, {"rank": left}]
+    assert out.tolist() == [world.size] * 3
+
+
+@pytest.mark.parametrize("kind", [Request, MPI.Request], ids=["mpicoll", "mpi4py"])
+def test_lists_of_nothing(world: Comm, kind: Any) -> None:
+    for nothing in ([], [MPI.REQUEST_NULL] * 2):
+        assert kind.Waitall(nothing) is True
+        assert kind.Testall(nothing) is True
+        assert kind.Waitany(nothing) == MPI.UNDEFINED
+        assert kind.Testany(nothing) == (MPI.UNDEFINED, True)
+        assert kind.Waitsome(nothing) is None
+        assert kind.Testsome(nothing) is None
+
+
+def test_waitall_raises_when_all_are_over(world: Comm) -> None:
+    """Errors come at Wait where the ranks had to agree first; the others complete."""
+    sides = np.ones(2 * world.size + 1), np.empty(2)
+    wrong = world.Ireduce_scatter(*sides)  # the counts sum to one less than is sent
+    right, out = started(world)
+    with pytest.raises(
+        ValueError, match=f"Ireduce_scatter on rank {world.rank}: mismatch in send"
+    ):
+        Request.Waitall([wrong, right])
+    assert not wrong
+    assert not right
+    assert out.tolist() == [world.size] * 3
+
+
+# -- mpi4py's own functions -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how", ["Waitall", "Testall", "Waitany", "Testany", "Waitsome", "Testsome"]
+)
+def test_mpi4py_is_told_whose_they_are(world: Comm, how: str) -> None:
+    request, out = started(world)
+    with pytest.raises(TypeError, match=re.escape("mpicoll.Request")):
+        getattr(MPI.Request, how)([request])
+    request.Wait()
+    assert out.tolist() == [world.size] * 3
+
+
+def test_mpi4py_waits_for_those_of_a_thread(ranks: Ranks, world: Comm) -> None:
+    comm = Comm(MPI.Intracomm(world).Dup(), progress="thread")
+    for _ in range(20):
+        mixed = Mixed(ranks, comm)
+        MPI.Request.Waitall(mixed.requests)
+        assert mixed.one.tolist() == [comm.size] * 3
+        assert mixed.two.tolist() == list(range(comm.size))
+    mixed = Mixed(ranks, comm)
+    found = [MPI.Request.Waitany(mixed.requests) for _ in range(5)]
+    assert sorted(found[:4]) == [0, 1, 3, 4]
+    assert found[4] == MPI.UNDEFINED
+    mixed = Mixed(ranks, comm)
+    while not MPI.Request.Testall(mixed.requests):
+        pass
+    assert mixed.one.tolist() == [comm.size] * 3
+    comm.Free()
+
+
+# -- memory -----------------------------------------------------------------------------
+
+
+def test_buffers_live_as_long_as_the_operation(ranks: Ranks, either: Any) -> None:
+    buffers: list[weakref.ref[Any]] = []
+
+    def start() -> Request:
+        one, out = np.ones(1000), np.empty(1000)
+        buffers.extend([weakref.ref(one), weakref.ref(out)])
+        return either.Iallreduce(one, out)
+
+    def check(request: Request) -> None:
+        gc.collect()
+        assert all(ref() is not None for ref in buffers)
+        assert request.Test() is False
+
+    request = first(ranks, start, check)
+    request.Wait()
+    del request
+    gc.collect()
+    if not either._link.threaded:  # the thread may still look at what it has completed
+        assert [ref() for ref in buffers] == [None, None]
+
+
+def test_buffers_of_a_plan_live_until_it_is_freed(world: Comm) -> None:
+    one, out = np.ones(1000), np.empty(1000)
+    buffers = weakref.ref(one), weakref.ref(out)
+    request = world.Allreduce_init(one, out)
+    del one, out
+    gc.collect()
+    for _ in range(2):
+        request.Start()
+        request.Wait()
+        result = buffers[1]()
+        assert result is not None
+        assert (result == world.size).all()
+    del result
+    request.Free()
+    gc.collect()
+    assert [ref() for ref in buffers] == [None, None]
+
+
+def test_no_memory_is_kept(either: Any) -> None:
+    """64 requests of 100 kB: less than two of them are left when all are over."""
+    started(either, n=12_500)[0].Wait()
+    gc.collect()
+    tracemalloc.start()
+    for _ in range(64):
+        started(either, n=12_500)[0].Wait()
+    gc.collect()
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert left < 200_000
+
+
+def test_datatypes_may_be_freed_once_it_is_started(ranks: Ranks, either: Any) -> None:
+    def vector() -> MPI.Datatype:
+        return MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
+
+    size, rank = either.size, either.rank
+    sent = np.array([rank, POISON, rank + 0.5, POISON])
+    got = np.full((size, 2), POISON)
+    wide = np.full(4, POISON)
+    if rank == 0:
+        wide[:] = 1.0, 2.0, 3.0, 4.0
+
+    def start() -> list[Request]:
+        one, two = vector(), vector()
+        requests = [either.Iallgather([sent, 1, one], got), either.Ibcast([wide, 1, two])]
+        one.Free()
+        two.Free()
+        vector().Free()  # takes the place of one of them
+        return requests
+
+    requests = first(ranks, start, lambda _: gc.collect())
+    Request.Waitall(requests)
+    assert got.tolist() == [[peer, peer + 0.5] for peer in range(size)]
+    assert wide.tolist() == ([1, 2, 3, 4] if rank == 0 else [1, POISON, 3, POISON])
+
+
+def test_datatypes_of_a_plan_may_be_freed(world: Comm) -> None:
+    vector = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
+    data = np.full(4, POISON)
+    request = world.Bcast_init([data, 1, vector])
+    vector.Free()
+    for value in (1.0, 2.0):
+        if world.rank == 0:
+            data[:] = value
+        request.Start()
+        request.Wait()
+        assert data[[0, 2]].tolist() == [value] * 2
+        if world.rank:
+            assert data[[1, 3]].tolist() == [POISON] * 2
+    request.Free()
+
+
+# -- dropped, and freed under way -------------------------------------------------------
+
+
+def test_a_dropped_request_warns_and_is_completed(ranks: Ranks, either: Any) -> None:
+    results: list[Array] = []
+
+    def start() -> Request:
+        request, out = started(either)
+        results.append(out)
+        return request
+
+    if ranks.rank:
+        request = start()
+        with pytest.warns(ResourceWarning, match=r"dropped before allreduce #1, .*test_requests"):
+            del request
+            gc.collect()
+    ranks.comm.Barrier()
+    if not ranks.rank:
+        start().Wait()
+    works(either)
+    while progress.active(either._link):
+        progress.progress()
+    assert results[0].tolist() == [either.size] * 3
+
+
+def test_a_dropped_request_is_completed_by_free(ranks: Ranks, world: Comm) -> None:
+    comm = world.Dup()
+    out = np.full(3, POISON)
+    if ranks.rank:
+        request = comm.Iallreduce(np.ones(3), out)
+        with pytest.warns(ResourceWarning, match="dropped"):
+            del request
+            gc.collect()
+    ranks.comm.Barrier()
+    if not ranks.rank:
+        comm.Iallreduce(np.ones(3), out).Wait()
+    comm.Free()
+    assert out.tolist() == [world.size] * 3
+
+
+def test_free_completes_what_is_in_flight(world: Comm) -> None:
+    comm = world.Dup()
+    made = [started(comm, value) for value in range(8)]
+    comm.Free()
+    assert comm == MPI.COMM_NULL
+    for value, (request, out) in enumerate(made):
+        assert out.tolist() == [value * world.size] * 3
+        request.Wait()
+        assert not request
+
+
+# -- the three forms --------------------------------------------------------------------
+
+
+def arrays(arguments: Any) -> list[Array]:
+    """Return the arrays among arguments."""
+    if isinstance(arguments, np.ndarray):
+        return [arguments]
+    if isinstance(arguments, (list, tuple)):
+        return [array for one in arguments for array in arrays(one)]
+    return []
+
+
+def fill(arguments: Any, rank: int, turn: int) -> None:
+    for number, array in enumerate(arrays(arguments)):
+        array[:] = np.arange(array.size) % 17 + 100 * rank + 10 * turn + number
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 3000])
+@pytest.mark.parametrize("name", METHODS)
+def test_three_forms_give_the_same(name: str, n: int, either: Any) -> None:
+    arguments = calls(either, n)[name]
+    expected = []
+    for turn in range(3):
+        fill(arguments, either.rank, turn)
+        getattr(either, name)(*arguments)
+        expected.append([array.copy() for array in arrays(arguments)])
+    plan: Prequest = getattr(either, f"{name}_init")(*arguments)
+    for turn in range(3):
+        fill(arguments, either.rank, turn)
+        getattr(either, f"I{name.lower()}")(*arguments).Wait()
+        for array, right in zip(arrays(arguments), expected[turn], strict=True):
+            assert array.tobytes() == right.tobytes(), f"I{name.lower()}"
+        fill(arguments, either.rank, turn)
+        plan.Start()
+        plan.Wait()
+        for array, right in zip(arrays(arguments), expected[turn], strict=True):
+            assert array.tobytes() == right.tobytes(), f"{name}_init, start {turn}"
+    plan.Free()
+
+
+# -- persistent -------------------------------------------------------------------------
+
+
+def test_a_plan_in_its_states(ranks: Ranks, world: Comm) -> None:
+    out = np.empty(3)
+    plan = world.Allreduce_init(np.ones(3), out)
+    assert plan
+    assert plan.Wait() is True  # not started: nothing to wait for, as MPI rules
+    assert plan.Test() is True
+
+    def check(plan: Any) -> None:
+        with pytest.raises(MPI.Exception, match="is active; wait for it") as error:
+            plan.Start()
+        assert error.value.Get_error_class() == MPI.ERR_REQUEST
+        with pytest.raises(MPI.Exception, match="under way can not be freed"):
+            plan.Free()
+        with pytest.raises(MPI.Exception, match="can not be cancelled"):
+            plan.Cancel()
+        assert plan.Test() is False
+
+    def start() -> Any:
+        plan.Start()
+        return plan
+
+    first(ranks, start, check)
+    plan.Wait()
+    assert plan
+    assert out.tolist() == [world.size] * 3
+    plan.Free()
+    assert not plan
+    plan.Free()
+    with pytest.raises(MPI.Exception, match="was freed") as error:
+        plan.Start()
+    assert error.value.Get_error_class() == MPI.ERR_REQUEST
+
+
+def test_plans_start_in_any_order(world: Comm, rng: np.random.Generator) -> None:
+    """Each rank starts them in an order of its own, and waits in another."""
+    own = np.random.default_rng([int(rng.integers(1 << 30)), world.rank])
+    inputs = [np.empty(4) for _ in range(6)]
+    outputs = [np.empty(4) for _ in range(6)]
+    plans = [world.Allreduce_init(*sides) for sides in zip(inputs, outputs, strict=True)]
+    for turn in range(5):
+        for number, one in enumerate(inputs):
+            one[:] = 10 * turn + number + world.rank
+        for number in own.permutation(6):
+            plans[number].Start()
+        if turn % 2:
+            Prequest.Waitall(plans)
+        else:
+            for number in own.permutation(6):
+                plans[number].Wait()
+        ranks_sum = world.size * (world.size - 1) // 2
+        for number, out in enumerate(outputs):
+            assert out.tolist() == [world.size * (10 * turn + number) + ranks_sum] * 4
+    for number in own.permutation(6):
+        plans[number].Free()
+
+
+def test_startall_of_both_kinds(ranks: Ranks, world: Comm) -> None:
+    left, right = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+    sent, got, out = np.full(1, ranks.rank * 1.0), np.empty(1), np.empty(1)
+    requests: list[Any] = [
+        ranks.comm.Recv_init(got, left, 8),
+        world.Allreduce_init(np.ones(1), out),
+        ranks.comm.Send_init(sent, right, 8),
+    ]
+    for turn in range(3):
+        sent[:], got[:], out[:] = ranks.rank + turn, POISON, POISON
+        Prequest.Startall(requests)
+        Request.Waitall(requests)
+        assert (got[0], out[0]) == (left + turn, world.size)
+    for request in requests:
+        request.Free()
+
+
+def test_more_plans_than_tags(twin: Any) -> None:
+    twin._link.tags._plans = 4
+
+    def made(value: float) -> tuple[Prequest, Array]:
+        out = np.empty(2)
+        return twin.Allreduce_init(np.full(2, value), out), out
+
+    alive = [made(value) for value in range(4)]
+    for _ in range(2):
+        with pytest.raises(MPI.Exception, match="4 persistent plans are alive"):
+            made(0)
+    for turn in range(20):
+        # Each rank frees another one: its tag is free when all ranks have freed theirs.
+        number = (turn + twin.rank) % 4
+        alive[number][0].Free()
+        if twin.size > 1:
+            with pytest.raises(MPI.Exception, match="persistent plans are alive"):
+                made(0)
+        for other in range(4):
+            if other != number:
+                alive[other][0].Free()
+        alive = [made(turn + value) for value in range(4)]
+        for plan, _ in alive:
+            plan.Start()
+        for value, (plan, out) in enumerate(alive):
+            plan.Wait()
+            assert out.tolist() == [twin.size * (turn + value)] * 2
+    for plan, _ in alive:
+        plan.Free()
+
+
+def test_a_plan_that_was_refused_gives_its_tag_back(twin: Any) -> None:
+    twin._link.tags._plans = 2
+    for _ in range(6):
+        with pytest.raises(ValueError, match=f"Allreduce_init on rank {twin.rank}: mismatch"):
+            twin.Allreduce_init(np.ones(3), np.empty(2))
+    plan = twin.Barrier_init()
+    plan.Start()
+    plan.Wait()
+    plan.Free()
+
+
+# -- errors -----------------------------------------------------------------------------
+
+
+class InForm:
+    """A communicator whose ``Allreduce`` and the like are another form of it."""
+
+    def __init__(self, comm: Any, form: str) -> None:
+        self._comm, self._form = comm, form
+
+    def __getattr__(self, name: str) -> Any:
+        if not name[0].isupper():
+            return getattr(self._comm, name)
+        return getattr(self._comm, f"I{name.lower()}" if self._form == "I" else f"{name}_init")
+
+
+@pytest.mark.parametrize("form", ["I", "_init"])
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_wrong_calls_raise_at_once(wrong: Wrong, form: str, world: Comm) -> None:
+    target = np.full(64, POISON)
+    before = world.stats.total.bytes_sent
+    with pytest.raises(wrong.error, match=wrong.words) as caught:
+        wrong.call(InForm(world, form), target)
+    assert re.search(rf"(\bI[a-z_]+|_init) on rank {world.rank}: ", str(caught.value))
+    if wrong.code:
+        assert caught.value.Get_error_class() == wrong.code  # type: ignore[attr-defined]
+    assert (target == POISON).all()
+    assert world.stats.total.bytes_sent == before
+    assert not progress.active()
+    works(world)
+
+
+def test_unknown_keywords(world: Comm) -> None:
+    for name in ("Allreduce", "Iallreduce", "Allreduce_init"):
+        with pytest.raises(TypeError, match="unexpected keyword argument alg; known: algorithm"):
+            getattr(world, name)(np.ones(1), np.empty(1), alg="ring")
+    works(world)
+
+
+# -- time limits ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Allreduce", "Iallreduce", "Allreduce_init"])
+@pytest.mark.parametrize("value", [-1, "soon", float("nan"), float("inf"), [1]])
+def test_limits_that_are_none(twin: Any, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} on rank {twin.rank}: a time limit is a number"):
+        getattr(twin, name)(np.ones(1), np.empty(1), timeout=value)
+    assert twin._link.plain
+    works(twin)
+
+
+@pytest.mark.parametrize("value", [-1, "soon", float("nan")])
+def test_limits_of_a_communicator_that_are_none(world: Comm, value: Any) -> None:
+    with pytest.raises(ValueError, match="a time limit is a number of seconds"):
+        Comm(world, timeout=value)
+    assert world._link.settings.timeout is None
+
+
+def test_limits_that_are_kept(twin: Any) -> None:
+    """A limit that is long enough changes nothing; 0 is none, in place of another one."""
+    for value in (0, 0.0, "0", 60, 60.5, "60"):
+        out = np.full(3, POISON)
+        twin.Allreduce(np.ones(3), out, timeout=value)
+        assert out.tolist() == [twin.size] * 3
+        request = twin.Iallreduce(np.ones(3), out, timeout=value)
+        request.Wait()
+        plan = twin.Allreduce_init(np.ones(3), out, timeout=value)
+        plan.Start()
+        plan.Wait()
+        plan.Free()
+    limited = Comm(MPI.Intracomm(twin).Dup(), timeout=60)
+    assert limited._link.settings.timeout == 60
+    derived = limited.Dup()
+    assert derived._link.settings.timeout == 60
+    none = Comm(derived, timeout=0)
+    assert none._link.settings.timeout is None
+    for comm in (limited, derived):
+        works(comm)
+        started(comm)[0].Wait()
+        comm.Free()
+
+
+def test_limits_of_the_environment(world: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's counts; a wrap's own word goes before it."""
+    monkeypatch.setenv("MPICOLL_TIMEOUT", "45" if world.rank == 0 else "nonsense")
+    plain = MPI.COMM_WORLD.Dup()
+    assert Comm(plain)._link.settings.timeout == 45
+    works(Comm(plain))
+    other = MPI.COMM_WORLD.Dup()
+    assert Comm(other, timeout=0)._link.settings.timeout is None
+    works(Comm(other))
+    plain.Free()
+    other.Free()
+    monkeypatch.setenv("MPICOLL_TIMEOUT", "0")
+    plain = MPI.COMM_WORLD.Dup()
+    assert Comm(plain)._link.settings.timeout is None
+    plain.Free()
+
+
+def test_a_wrong_limit_of_the_environment(world: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    if world.rank == 0:
+        monkeypatch.setenv("MPICOLL_TIMEOUT", "soon")
+    plain = MPI.COMM_WORLD.Dup()
+    with pytest.raises(SettingError, match="MPICOLL_TIMEOUT=soon: a time limit is a number"):
+        Comm(plain)
+    plain.Free()
+    assert world.rank or os.environ["MPICOLL_TIMEOUT"] == "soon"
+    works(world)
+
+
+def test_progress_that_is_unknown(world: Comm) -> None:
+    with pytest.raises(ValueError, match="progress='threads'; known: None, 'thread'"):
+        Comm(world, progress="threads")  # type: ignore[arg-type]
