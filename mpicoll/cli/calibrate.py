@@ -42,7 +42,7 @@ PROBES = (
     ("allreduce", "circulant", 1 << 21),
 )
 
-TRUST = 0.1  #: weight of what is known beforehand: a message is about half a step, and so on
+TRUST = 1.0  #: weight of what is known beforehand: a message is half a step, and so on
 
 LIMITS = (1e-9, 0.1)  #: seconds for a step or a message
 BYTE_LIMITS = (1e-13, 1e-5)  #: seconds for a byte

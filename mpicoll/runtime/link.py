@@ -197,6 +197,8 @@ class Link:
         """Raise PoisonedError if a call on this communicator has timed out, here or elsewhere."""
         if not self.poison:
             watchdog.learn(self)
+            if self.poison:
+                RECORDER.dump(self.settings.flight, self.poison)
         if self.poison:
             raise PoisonedError(self.poison)
 

@@ -78,17 +78,18 @@ def seconds(
 ) -> float:
     """Return the predicted time of a call on ``nbytes`` bytes.
 
-    Steps that wait for one another follow each other, and the work of all ranks is done
-    by the cores that they have. Neither hides the other, nor do they add up: we take the
-    root of the sum of their squares, which fits best what was measured.
+    Steps that wait for one another follow each other, and a rank that shares its core waits
+    until the others there had their turn; the work of all ranks is done by the cores that
+    they have. Neither hides the other, nor do they add up: we take the root of the sum of
+    their squares, which fits best what was measured.
     """
     segments = pieces(_cut(algorithm.collective, size, nbytes), segment_bytes)
     deep, wide = counts(
         algorithm.collective, algorithm.name, size, segments if algorithm.segmented else 1
     )
-    return hypot(
-        _time(deep, nbytes, rates), _time(wide, nbytes, rates) * max(1.0, rates.load) / size
-    )
+    load = max(1.0, rates.load)
+    chain = _time(deep._replace(steps=deep.steps * load), nbytes, rates)
+    return hypot(chain, _time(wide, nbytes, rates) * load / size)
 
 
 def _cut(collective: str, size: int, nbytes: int) -> int:

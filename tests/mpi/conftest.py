@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from harness import TIMEOUT_VARIABLE, Ranks
 
     # Taken out of the environment, where mpicoll wants to know every MPICOLL_ variable.
+    # Errors that tests provoke leave no dumps in the checkout.
+    os.environ.setdefault("MPICOLL_FLIGHT", str(Path(gettempdir(), "mpicoll-test-flight")))
     # A test of the product may take hours.
     usual = "86400" if config.getoption("full", False) else "120"
     timeout = float(os.environ.pop(TIMEOUT_VARIABLE, usual))

@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 def started(comm: Any, value: float = 1.0, n: int = 3) -> tuple[Request, Array]:
     """Start a sum over all ranks; return its request and where the result comes."""
     out = np.full(n, POISON)
-    return comm.Iallreduce(np.full(n, value), out), out
+    return comm.Iallreduce(np.full(n, float(value)), out), out
 
 
 def first(ranks: Ranks, start: Callable[[], Any], check: Callable[[Any], None]) -> Any:
@@ -410,7 +410,6 @@ def test_a_dropped_request_warns_and_is_completed(ranks: Ranks, either: Any) -> 
         request = start()
         with pytest.warns(ResourceWarning, match=r"dropped before allreduce #1, .*test_requests"):
             del request
-            gc.collect()
     ranks.comm.Barrier()
     if not ranks.rank:
         start().Wait()
@@ -427,7 +426,6 @@ def test_a_dropped_request_is_completed_by_free(ranks: Ranks, world: Comm) -> No
         request = comm.Iallreduce(np.ones(3), out)
         with pytest.warns(ResourceWarning, match="dropped"):
             del request
-            gc.collect()
     ranks.comm.Barrier()
     if not ranks.rank:
         comm.Iallreduce(np.ones(3), out).Wait()
@@ -463,9 +461,13 @@ def fill(arguments: Any, rank: int, turn: int) -> None:
         array[:] = np.arange(array.size) % 17 + 100 * rank + 10 * turn + number
 
 
-@pytest.mark.parametrize("n", [0, 1, 5, 3000])
 @pytest.mark.parametrize("name", METHODS)
-def test_three_forms_give_the_same(name: str, n: int, either: Any) -> None:
+def test_three_forms_give_the_same(name: str, either: Any) -> None:
+    for n in (0, 1, 5, 3000):
+        same_in_three_forms(either, name, n)
+
+
+def same_in_three_forms(either: Any, name: str, n: int) -> None:
     arguments = calls(either, n)[name]
     expected = []
     for turn in range(3):
@@ -567,7 +569,7 @@ def test_more_plans_than_tags(twin: Any) -> None:
 
     def made(value: float) -> tuple[Prequest, Array]:
         out = np.empty(2)
-        return twin.Allreduce_init(np.full(2, value), out), out
+        return twin.Allreduce_init(np.full(2, float(value)), out), out
 
     alive = [made(value) for value in range(4)]
     for _ in range(2):
@@ -624,8 +626,9 @@ class InForm:
 def test_wrong_calls_raise_at_once(wrong: Wrong, form: str, world: Comm) -> None:
     target = np.full(64, POISON)
     before = world.stats.total.bytes_sent
-    with pytest.raises(wrong.error, match=wrong.words) as caught:
+    with pytest.raises(wrong.error) as caught:
         wrong.call(InForm(world, form), target)
+    assert re.search(wrong.words, str(caught.value))
     assert re.search(rf"(\bI[a-z_]+|_init) on rank {world.rank}: ", str(caught.value))
     if wrong.code:
         assert caught.value.Get_error_class() == wrong.code  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ FLOORS = (
     ("schedule",),
     ("algorithms",),
     ("selection",),
+    ("simulation",),
     ("kernels",),
     ("runtime",),
     ("collectives",),
@@ -30,7 +31,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 #: Who may import what at module level, so that it is loaded with the module.
 LOADERS = {
-    "mpi4py": {"arrays", "cli", "collectives", "comm", "runtime"},
+    "mpi4py": {"arrays", "cli", "collectives", "comm", "parallel", "runtime"},
     "cupy": set[str](),
     "torch": {"torch"},
 }

@@ -131,9 +131,10 @@ def test_time_grows_with_bytes_rates_and_load(algorithm: Algorithm) -> None:
 
 
 def test_time_is_that_of_the_formula() -> None:
-    """Binomial broadcast on 4 ranks: 2 steps deep, 3 edges with two ends, on 2 cores."""
+    """Binomial broadcast on 4 ranks: 2 steps deep, each waiting for a turn of 2 ranks on a
+    core; 3 edges with two ends, on 2 cores."""
     rates = Rates(step=1, message=10, byte=100, local=1000, load=2)
-    deep = 2 * (1 + 10 + 100 * 5)
+    deep = 2 * (1 * 2 + 10 + 100 * 5)
     wide = 6 * (1 + 10 + 100 * 5) * 2 / 4
     assert seconds(find("bcast", "binomial"), 4, 5, 0, rates) == math.hypot(deep, wide)
 
