@@ -21,7 +21,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.algorithms import Algorithm
-from mpicoll.errors import PeerError, PoisonedError, SettingError, ShortMessageError
+from mpicoll.errors import (
+    CollectiveTimeout,
+    PeerError,
+    PoisonedError,
+    SettingError,
+    ShortMessageError,
+)
 from mpicoll.runtime import progress, watchdog
 from mpicoll.runtime.buffers import Buffer
 from mpicoll.runtime.executor import (
@@ -263,8 +269,8 @@ class Link:
         yield execution
         self._over(plan, execution)
 
-    def wait_native(self, name: str, request: MPI.Request) -> None:
-        """Wait for a non-blocking call of the MPI's own under the time limit."""
+    def wait_native(self, name: str, request: MPI.Request, limit: float | None) -> None:
+        """Wait for a non-blocking call of the MPI's own under a time limit."""
         opened = self.open(name)
         opened.record.algorithm = "native"
 
@@ -273,7 +279,15 @@ class Link:
             yield execution
             execution.raise_failure()
 
-        progress.Operation(self, opened.record, course()).wait(self.settings.timeout)
+        progress.Operation(self, opened.record, course()).wait(limit)
+
+    def meet(self) -> None:
+        """Wait until all ranks end, or one says that its time limit is over.
+
+        Without a limit: others may still save what they have.
+        """
+        if self.watched:
+            self.wait_native("finalize", self.hidden.Ibarrier(), None)
 
     def _bind(self, plan: Plan, record: Record, work: Bytes) -> Execution:
         _describe(plan, record)
@@ -416,6 +430,12 @@ def _release(comm: MPI.Comm, keyval: int, link: Link) -> None:
 def _release_all(*_: object) -> None:
     _leave_if_poisoned()
     progress.stop_thread()
+    try:
+        for link in _LINKS:
+            link.meet()
+    except CollectiveTimeout as error:
+        print(f"mpicoll: {error}", file=sys.stderr)
+        _leave_if_poisoned()
     _close_trace(everywhere=True)
     # Links were made by collective calls, so all ranks free them in the same order.
     for link in list(_LINKS):

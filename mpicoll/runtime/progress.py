@@ -172,11 +172,11 @@ ACTIVE: list[Operation] = []
 
 def launch(operation: Operation) -> None:
     """Start an operation and leave it to whoever drives."""
-    ACTIVE.append(operation)
-    if operation.advance():
-        discard(operation)
-    elif operation.link.threaded:
-        _THREAD.wake()
+    # First by this thread alone: what is wrong with the arguments is known before it returns.
+    if not operation.advance():
+        ACTIVE.append(operation)
+        if operation.link.threaded:
+            _THREAD.wake()
 
 
 def discard(operation: Operation) -> None:

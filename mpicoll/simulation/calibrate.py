@@ -9,7 +9,6 @@ import numpy as np
 
 from mpicoll.algorithms import Algorithm
 from mpicoll.errors import SettingError
-from mpicoll.selection.choose import Wanted, default_segment
 from mpicoll.simulation.fabric import Fabric, Local
 from mpicoll.simulation.machine import Machine, Reals
 from mpicoll.simulation.network import FatTree
@@ -24,10 +23,11 @@ LEAST = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The seconds of a collective of ``nbytes`` by an algorithm."""
+    """The seconds of a collective of ``nbytes`` by an algorithm, with the ``segment`` it had."""
 
     algorithm: Algorithm
     nbytes: int
+    segment: int
     seconds: float
 
 
@@ -51,7 +51,7 @@ def calibrated(samples: Sequence[Measured], size: int, cores: int) -> Node:
     """
     if len({sample.nbytes for sample in samples}) < 2:
         raise SettingError("a calibration needs measured times of two sizes at least")
-    times = Times([(sample.algorithm, sample.nbytes) for sample in samples], size)
+    times = Times(samples, size)
     wanted = np.log([sample.seconds for sample in samples])
 
     def residual(logarithms: Reals) -> Reals:
@@ -69,16 +69,20 @@ def node(values: Reals, cores: int) -> Node:
 
 
 class Times:
-    """Predicted times of several cases on one node, whose schedules are built once."""
+    """Predicted times of several cases on one node, whose schedules are built once.
 
-    def __init__(self, cases: Sequence[tuple[Algorithm, int]], size: int) -> None:
+    What was measured of them is not looked at.
+    """
+
+    def __init__(self, cases: Sequence[Measured], size: int) -> None:
         self._size = size
         self._places: list[tuple[Prepared, list[int]]] = []
-        for algorithm in dict.fromkeys(one for one, _ in cases):
-            places = [at for at, (one, _) in enumerate(cases) if one is algorithm]
-            sizes = [cases[at][1] for at in places]
-            segment = default_segment(algorithm, Wanted(algorithm.collective, size))
-            self._places.append((Prepared(algorithm, sizes, segment, size), places))
+        for kind in dict.fromkeys((case.algorithm, case.segment) for case in cases):
+            places = [
+                at for at, case in enumerate(cases) if (case.algorithm, case.segment) == kind
+            ]
+            sizes = [cases[at].nbytes for at in places]
+            self._places.append((Prepared(kind[0], sizes, kind[1], size), places))
         self._count = len(cases)
 
     def __call__(self, node: Node) -> Reals:

@@ -48,8 +48,8 @@ class Fabric:
         self.network = network
         self._local = local
         nodes = network.nodes
-        # Links of a node: its port out, its port in, its memory; then those of the network.
-        self._rates = np.concatenate(
+        #: Bytes per second of links. Of a node: the port out, the port in, the memory; then those of the network.
+        self.rates = np.concatenate(
             [np.full(2 * nodes, port), np.full(nodes, local.rate), network.rates]
         )
         whole = size == nodes * per_node
@@ -82,21 +82,22 @@ class Fabric:
         this length as it has. ``folded`` if the messages are those of the first ``period``
         ranks, of which those of the others are shifted copies.
         """
-        links, seconds = self._routes(self.node(source), self.node(target))
+        links, seconds = self.ways(self.node(source), self.node(target))
         if folded:
             links = self._folded(links)
         message, hop = np.nonzero(links >= 0)
         link = links[message, hop]
-        key = link if level is None else level[message] * self._rates.size + link
+        key = link if level is None else level[message] * self.rates.size + link
         kinds, key = np.unique(key, return_inverse=True)
         weight = units[message]
         load = np.bincount(key, weight, kinds.size)[key]
         crowd = np.bincount(key, minlength=kinds.size)[key]
         wire = np.zeros(units.size)
-        np.maximum.at(wire, message, np.minimum(load, crowd * weight) / self._rates[link])
+        np.maximum.at(wire, message, np.minimum(load, crowd * weight) / self.rates[link])
         return ticks(seconds), wire
 
-    def _routes(self, source: Integers, target: Integers) -> tuple[Integers, Reals]:
+    def ways(self, source: Integers, target: Integers) -> tuple[Integers, Reals]:
+        """Return the links from node to node, (messages, hops), -1 for none, and seconds."""
         nodes = self.network.nodes
         away = source != target
         inner, seconds = self.network.routes(source[away], target[away])

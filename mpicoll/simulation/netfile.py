@@ -116,12 +116,15 @@ def _graph(data: Any, rate: float, latency: float) -> Graph:
         raise SettingError('"links" is not a list')
     places = {name: at for at, name in enumerate(names)}
     ends: list[tuple[int, int]] = []
+    linked: set[frozenset[int]] = set()
     rates, late = [], []
     for number, link in enumerate(links):
         where = f"links[{number}]"
         ends.append(_ends(link, where, places))
-        if ends[-1] in ends[:-1] or ends[-1][::-1] in ends[:-1]:
+        pair = frozenset(ends[-1])
+        if pair in linked:
             raise SettingError(f"{where}: these two have a link already; add up the bandwidths")
+        linked.add(pair)
         rates.append(_number(link, "bandwidth", where, rate, 1e9, positive=True))
         late.append(_number(link, "latency", where, latency, 1e-6, positive=False))
     if len(places) > MOST:

@@ -166,6 +166,14 @@ def _shares(size: int, share: int) -> tuple[int, ...]:
     return (share,) * size
 
 
+def all_lines(
+    algorithm: Algorithm, nbytes: int, segment: int, ranks: int
+) -> tuple[list[Line], float]:
+    """Return the lines of all ranks for one size, and the bytes of a unit."""
+    schedules = _Schedules(algorithm, ranks, _cut(algorithm, nbytes, segment, ranks))
+    return schedules.every(), nbytes / schedules.units
+
+
 class _Schedules:
     """The schedules of all ranks, in units of which a vector has as few as it can."""
 
@@ -195,7 +203,7 @@ class _Schedules:
     def program(self, patience: float, how: How | None) -> tuple[How, lockstep.March | Program]:
         """Return the schedules for a replay, in lockstep where they march."""
         if how == "all":
-            return "all", joined([line(self._build(rank)) for rank in range(self._size)])
+            return "all", joined(self.every())
         self._refuse_large()
         exact, merged = (partial(self._look, merged=merged) for merged in (False, True))
         if how in (None, "lockstep") and (found := self._march(exact)):
@@ -209,7 +217,11 @@ class _Schedules:
         self._seen.clear()
         if how is not None:
             raise LeftOutError(f"its schedules can not be replayed as {how!r}")
-        return "all", joined(list(self._every(patience)))
+        return "all", joined(list(self._patiently(patience)))
+
+    def every(self) -> list[Line]:
+        """Build the schedules of all ranks."""
+        return [line(self._build(rank)) for rank in range(self._size)]
 
     def _march(self, lines: Lines) -> lockstep.March | None:
         found = kinds(lines, self._size, TOGETHER)
@@ -230,7 +242,7 @@ class _Schedules:
         except ScheduleError:
             return None
 
-    def _every(self, patience: float) -> Iterator[Line]:
+    def _patiently(self, patience: float) -> Iterator[Line]:
         needed = self._size * self._seconds
         if needed > patience:
             raise LeftOutError(

@@ -1,4 +1,5 @@
-"""Every Python example of README and docs runs, on any number of ranks."""
+"""The Python examples of README and docs run, those of a page one after the other, on any
+number of ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-EXAMPLES = [
-    pytest.param(code, id=f"{page.relative_to(ROOT)}-{number}")
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+EXAMPLES = {
+    str(page.relative_to(ROOT)): found
     for page in PAGES
-    for number, code in enumerate(
-        re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    )
-]
+    if (found := BLOCK.findall(page.read_text(encoding="utf-8")))
+}
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_example(code: str) -> None:
-    exec(compile(code, "example", "exec"), {"__name__": "example"})
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_examples(page: str) -> None:
+    names = {"__name__": "example"}
+    for number, code in enumerate(EXAMPLES[page], 1):
+        exec(compile(code, f"{page}, example {number}", "exec"), names)

@@ -1,0 +1,357 @@
+"""The run of a schedule on device memory: by device pointers, or through pinned memory.
+
+Both send and receive the messages of the schedule as they are, so the other end need not
+know where its data comes from. Neither waits for the device in `advance`: what is not done
+yet is looked for again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
+
+from mpi4py import MPI
+
+from mpicoll.runtime.executor import (
+    Bytes,
+    Execution,
+    Message,
+    Program,
+    Reduction,
+    Work,
+    _over,
+)
+from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.record import Record
+from mpicoll.runtime.staging import Event, Kernel, Lane, Region, Segment
+
+_NOTHING = MPI.buffer.fromaddress(0, 0)
+
+
+class Drain(Execution):
+    """What waits for the device, driven as an execution is."""
+
+    __slots__ = ("_done",)
+
+    def __init__(self, done: Callable[[bool], bool]) -> None:
+        """Take what asks whether the device is done, or waits until it is."""
+        self._requests = None
+        self._done = done
+        self.failed = None
+
+    def run(self) -> None:
+        """Wait for the device."""
+        self._ask(True)
+
+    def advance(self) -> bool:
+        """Return whether the device is done."""
+        return self._ask(False)
+
+    def _ask(self, wait: bool) -> bool:
+        try:
+            return self._done(wait)
+        except Exception as error:
+            self.failed = error
+            return True
+
+    def pending(self) -> tuple[int, ...]:
+        """Return nothing: no rank is waited for."""
+        return ()
+
+
+def rounds(
+    lane: Lane,
+    execution: Execution,
+    load: Callable[[], None],
+    finish: Callable[[], None],
+) -> Generator[Execution, None, None]:
+    """Yield what runs a plan on device memory, in the order of law 6.
+
+    A fault of the device does not keep this rank from its messages, which the others wait
+    for: they get empty ones, and raise too.
+    """
+    try:
+        lane.enter()
+        load()
+        if lane.hosted:
+            drain = Drain(lane.loaded)
+            yield drain
+            execution.failed = drain.failed
+    except Exception as error:
+        execution.failed = error
+    yield execution
+    if execution.failed is None:
+        finish()
+    drain = Drain(lane.left)
+    yield drain
+    failed = execution.failed or drain.failed
+    if failed is not None:
+        raise failed
+
+
+class DeviceExecution(Execution):
+    """What the two have in common; each goes on by steps."""
+
+    __slots__ = ("_lane",)
+
+    def __init__(
+        self,
+        lane: Lane,
+        program: Program,
+        comm: MPI.Intracomm,
+        tag: int,
+        memory: tuple[Bytes, Bytes, Bytes],
+        reduction: Reduction | None,
+        alias: int | None,
+        record: Record,
+        traced: bool = False,
+    ) -> None:
+        """Bind a program to memory on the device of ``lane``."""
+        super().__init__(program, comm, tag, memory, reduction, alias, record, traced)
+        self._lane = lane
+
+    def run(self) -> None:
+        """Run to the end, waiting inside MPI and for the device."""
+        for _ in range(len(self._program.stages) - self._number):
+            self._step(True)
+
+    def advance(self) -> bool:
+        """Go as far as it goes without waiting; return whether the end is reached."""
+        while self._number < len(self._program.stages):
+            if not self._step(False):
+                return False
+        return True
+
+    def restart(self, record: Record) -> None:
+        """Go back to the first step."""
+        self._number = 0
+        self.failed = None
+        self._record = record
+        record.steps = len(self._program.stages)
+
+    def free(self) -> None:
+        """Give back what runs share; nothing."""
+
+    def _step(self, wait: bool) -> bool:
+        """Go on with the present step; return whether it is over."""
+        raise NotImplementedError
+
+    def _device(self, ask: Callable[[], bool]) -> bool:
+        """Return whether the device is done with something; a fault of it is kept."""
+        if self.failed is not None:
+            return True
+        try:
+            return ask()
+        except Exception as error:
+            self._fail(error)
+            return True
+
+    def _work(self, local: Sequence[Work]) -> None:
+        super()._work([work for work in local if work.target.stop > work.target.start])
+
+
+class Direct(DeviceExecution):
+    """Hands device pointers to the MPI, once what was queued before is done."""
+
+    __slots__ = ()
+
+    def _step(self, wait: bool) -> bool:
+        if self._requests is None:
+            if not self._device(lambda: self._lane.ready(wait)):
+                return False
+            self._post()
+        while not self._tested():
+            if not wait:
+                return False
+            self._wait()
+        self._settle()
+        return True
+
+    def _wait(self) -> None:
+        assert self._requests is not None
+        if self.failed is not None:
+            time.sleep(0)
+            return
+        try:
+            MPI.Request.Waitall(self._requests, self._statuses)
+        except BaseException as error:
+            self._fail(error)
+
+    def _send_and_receive(
+        self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Request]
+    ) -> None:
+        comm, tag, byte = self._comm, self._tag, MPI.BYTE
+        memory = [getattr(one, "address", 0) for one in self._memory]
+        known = len(requests)
+        for peer, buffer, start, stop in recvs[known:]:
+            at = MPI.buffer.fromaddress(memory[buffer] + start, stop - start)
+            requests.append(comm.Irecv([at, stop - start, byte], peer, tag))
+        for peer, buffer, start, stop in sends[max(0, known - len(recvs)) :]:
+            at = _NOTHING
+            if self.failed is None:
+                at = MPI.buffer.fromaddress(memory[buffer] + start, stop - start)
+            requests.append(comm.Isend([at, len(at), byte], peer, tag))
+
+
+class Staged(DeviceExecution):
+    """Sends from and receives into pinned memory, one segment per message.
+
+    All copies down of a step are queued at its beginning, and each is sent as soon as it is
+    over; each segment is copied up as soon as it has come. So copies, transfers and folds
+    of different messages overlap.
+    """
+
+    __slots__ = ("_departing", "_landing", "_open", "_sent")
+
+    _departing: list[tuple[Segment, Event]]
+    _landing: list[Segment]
+    _open: list[int]
+    _sent: int
+
+    def _step(self, wait: bool) -> bool:
+        if self._requests is None:
+            self._post()
+        if not self._depart(wait) or not self._arrive(wait) or not self._gone(wait):
+            return False
+        for segment, _ in self._departing:
+            self._lane.pool.give(segment)
+        self._settle()
+        return True
+
+    def _post(self) -> None:
+        """Post the receives, queue the copies down and the local work."""
+        recvs, sends, local, self._record.waits = self._program.stages[self._number]
+        self._record.step = self._number + 1
+        if self._traced:
+            self._posted = time.perf_counter()
+        pool, comm = self._lane.pool, self._comm
+        self._landing = [pool.take(stop - start) for _, _, start, stop in recvs]
+        self._requests = [
+            comm.Irecv([segment.memory, stop - start, MPI.BYTE], peer, self._tag)
+            for segment, (peer, _, start, stop) in zip(self._landing, recvs, strict=True)
+        ]
+        self._statuses = [MPI.Status() for _ in (*recvs, *sends)]
+        self._open = list(range(len(recvs)))
+        self._departing, self._sent = [], 0
+        try:
+            if self.failed is None:
+                self._queue(sends, local)
+        except BaseException as error:
+            self._fail(error)
+        if self._traced:
+            self._worked = time.perf_counter()
+
+    def _queue(self, sends: Sequence[Message], local: Sequence[Work]) -> None:
+        lane = self._lane
+        lane.step()
+        for _, buffer, start, stop in sends:
+            segment = lane.pool.take(stop - start)
+            source = cast(Region, self._memory[buffer][start:stop])
+            self._departing.append((segment, lane.down(segment, source)))
+        if local:
+            self._work(local)
+
+    def _depart(self, wait: bool) -> bool:
+        """Send what has been copied down; return whether all is sent."""
+        sends = self._program.stages[self._number].sends
+        assert self._requests is not None
+        while self._sent < len(sends):
+            peer, _, start, stop = sends[self._sent]
+            at: list[Any] = [_NOTHING, 0, MPI.BYTE]
+            if self.failed is None:
+                segment, event = self._departing[self._sent]
+                if not self._device(lambda event=event: self._lane.is_down(event, wait)):  # type: ignore[misc]
+                    return False
+                if self.failed is None:
+                    at = [segment.memory, stop - start, MPI.BYTE]
+            self._requests.append(self._comm.Isend(at, peer, self._tag))
+            self._sent += 1
+        return True
+
+    def _arrive(self, wait: bool) -> bool:
+        """Copy up what has come; return whether all has."""
+        assert self._requests is not None
+        while self._open:
+            found = self._next_arrival(wait)
+            if found is None:
+                return False
+            self._open.remove(found)
+            _, buffer, start, stop = self._program.stages[self._number].recvs[found]
+            segment = self._landing[found]
+            if self.failed is not None or self._statuses[found].count != stop - start:
+                self._lane.pool.give(segment)
+                continue
+            try:
+                self._lane.up(cast(Region, self._memory[buffer][start:stop]), segment)
+            except Exception as error:
+                self._fail(error)
+        return True
+
+    def _next_arrival(self, wait: bool) -> int | None:
+        """Return the number of a receive that is complete; a failed one is complete too."""
+        assert self._requests is not None
+        while True:
+            for number in self._open:
+                request = self._requests[number]
+                try:
+                    if request.Test(self._statuses[number]):
+                        return number
+                except MPI.Exception as error:
+                    self._fail(self._misfit(error, number))
+                    return number
+            if not wait:
+                return None
+            try:
+                number = MPI.Request.Waitany(
+                    [self._requests[one] for one in self._open], status := MPI.Status()
+                )
+            except MPI.Exception as error:
+                self._fail(error)
+                continue
+            found = self._open[number]
+            self._statuses[found] = status
+            return found
+
+    def _misfit(self, error: MPI.Exception, number: int) -> Exception:
+        peer, _, start, stop = self._program.stages[self._number].recvs[number]
+        if error.Get_error_class() != MPI.ERR_TRUNCATE:
+            return error
+        return CallError(
+            MPI.ERR_TRUNCATE,
+            f"{self._where()}: the message from rank {peer} does not fit the {stop - start} "
+            "bytes expected; the ranks disagree on count or datatype of this call",
+        )
+
+    def _gone(self, wait: bool) -> bool:
+        """Return whether all sends are complete."""
+        assert self._requests is not None
+        requests = self._requests[len(self._landing) :]
+        while not all([_over(request) for request in requests]):
+            if not wait:
+                return False
+            time.sleep(0)
+        return True
+
+
+class DeviceReduction:
+    """An operator that folds on the device."""
+
+    def __init__(self, lane: Lane, kernel: Kernel) -> None:
+        """Take what the host's reduction says of itself."""
+        host = kernel.host
+        self.commutative = host.commutative
+        self.item_bytes = host.item_bytes
+        self.wide = host.wide
+        self.mean_of = host.mean_of
+        self.finish: Callable[[Bytes, int], None] | None = self._divide if host.finish else None
+        self._lane = lane
+        self._kernel = kernel
+
+    def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
+        """Queue one fused kernel."""
+        self._lane.fold(self._kernel, cast(Region, target), cast(Sequence[Region], operands))
+
+    def _divide(self, result: Bytes, size: int) -> None:
+        if result.size:
+            self._lane.divide(self._kernel, cast(Region, result), size)
