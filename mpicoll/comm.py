@@ -206,6 +206,12 @@ def _counted(native: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Comm, *args: Any, **keywords: Any) -> Any:
         return self._native(native, args, keywords)
 
+    limited = (
+        "under a time limit it runs as its non-blocking form"
+        if native.__name__[0].isupper()
+        else "it has no time limit, since the MPI has no non-blocking form of it"
+    )
+    method.__doc__ = f"{native.__doc__}\n\nThis is the MPI's own; {limited}."
     return method
 
 

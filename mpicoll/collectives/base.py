@@ -151,10 +151,35 @@ def forms(
         method.__name__ = called
         method.__qualname__ = f"Comm.{called}"
         method.__module__ = planner.__module__
-        method.__doc__ = summary or planner.__doc__
+        method.__doc__ = _documentation(summary or planner.__doc__ or "", known)
         cast(Any, method).__signature__ = signature
     made: Any = (blocking, nonblocking, persistent)
     return made  # type: ignore[no-any-return]
+
+
+def _documentation(text: str, known: tuple[str, ...]) -> str:
+    """Return a docstring with what the keywords mean."""
+    lines = [f"- ``{name}``: {_MEANINGS[name]}" for name in known]
+    return "\n".join(
+        [
+            inspect.cleandoc(text),
+            "",
+            "Arguments and errors are mpi4py's. The keywords must be the same on all ranks:",
+            "",
+            *lines,
+        ]
+    )
+
+
+_MEANINGS = {
+    "algorithm": "one of those in docs/reference/algorithms.md, with their steps, bytes and "
+    "sources; AlgorithmError if there is none of that name or it does not fit the call",
+    "segment": "the most bytes of a pipelined piece, 0 for no cutting",
+    "timeout": "seconds after which CollectiveTimeout is raised, 0 for none",
+    "order": '"rank" gives the bits of a reduction from rank 0 to the last',
+    "accumulate": '"native" rounds sums of 16-bit floats at each hop, for speed',
+    "compress": '"bf16" or "fp16" lets float32 travel at half its size',
+}
 
 
 def _options(planner: Callable[..., Any]) -> tuple[str, ...]:

@@ -367,6 +367,7 @@ class Movement(Base):
             counts=call.counts,
             root=call.root if algorithm.collective in ROOTED else -1,
             segment_bytes=call.segment,
+            lane=opened.lane,
         )
 
 

@@ -110,7 +110,7 @@ class Reductions(Base):
         given = recv if send is None else send
         assert given is not None
         item = wire_item(given.item, options.get("compress")) if options else given.item
-        reduction = reducer(op, item, link.size)
+        reduction = opened.folds(reducer(op, item, link.size), options.get("compress"))
         count = sum(given.counts)
         choice = self._choose_reduction(collective, reduction, count, options)
         source, load = given.source()
@@ -216,7 +216,7 @@ class Reductions(Base):
         link = opened.link
         opened.hold(send, recv)
         item = wire_item(recv.item, options.get("compress")) if options else recv.item
-        reduction = reducer(op, item, link.size)
+        reduction = opened.folds(reducer(op, item, link.size), options.get("compress"))
         choice = self._choose_reduction("reduce_scatter", reduction, sum(counts), options)
         # In place the result lies over the head of the input, which is still to be read.
         source, load = recv.source(copied=True) if send is None else send.source()
@@ -277,6 +277,7 @@ class Reductions(Base):
             counts=call.counts,
             root=call.root if rooted else -1,
             segment_bytes=choice.segment_bytes,
+            lane=opened.lane,
         )
 
 

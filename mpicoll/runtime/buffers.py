@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.runtime.datatypes import Item, describe, lookup, of_array
+from mpicoll.runtime import device
+from mpicoll.runtime.datatypes import Item, describe, lookup, of_array, of_dtype
 from mpicoll.runtime.executor import MESSAGE_LIMIT, Bytes
 from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.staging import DeviceMemory
 
 #: What has to be done at the start of a call (pack) or at its end (unpack); None is nothing.
 Chore: TypeAlias = Callable[[], None] | None
@@ -62,7 +64,7 @@ class Buffer:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: Memory | DeviceMemory,
         item: Item,
         counts: tuple[int, ...],
         pieces: tuple[Piece, ...],
@@ -88,6 +90,11 @@ class Buffer:
         """The items of the first block."""
         return self.counts[0]
 
+    @property
+    def device(self) -> DeviceMemory | None:
+        """The memory where it is on a device."""
+        return self._memory if isinstance(self._memory, DeviceMemory) else None
+
     def source(self, copied: bool = False) -> tuple[Bytes, Chore]:
         """Return the dense bytes to send, or those in a receive buffer, and what loads them.
 
@@ -97,9 +104,9 @@ class Buffer:
         view = self._dense()
         if view is not None and not copied:
             return view, None
-        packed = np.empty(self.nbytes, np.uint8)
+        packed = self._scratch()
         if view is not None:
-            return packed, partial(np.copyto, packed, view)
+            return packed, partial(_fill, packed, view)
         return packed, partial(self._each, self._memory.pack, packed)
 
     def target(self, keep: bool = False) -> tuple[Bytes, Chore, Chore]:
@@ -112,9 +119,15 @@ class Buffer:
         view = self._dense()
         if view is not None:
             return view, None, None
-        packed = np.empty(self.nbytes, np.uint8)
+        packed = self._scratch()
         load = partial(self._each, self._memory.pack, packed) if keep else None
         return packed, load, partial(self._each, self._memory.unpack, packed)
+
+    def _scratch(self) -> Bytes:
+        """Return dense memory for the data, near to where it is."""
+        if self.device is not None:
+            return cast(Bytes, self.device.scratch(self.nbytes))
+        return np.empty(self.nbytes, np.uint8)
 
     def _each(self, move: Callable[[Piece, Bytes], None], packed: Bytes) -> None:
         low = 0
@@ -183,7 +196,7 @@ class Buffer:
             return _EMPTY
         if len(self._pieces) == 1:
             start, _, item = self._pieces[0]
-            return self._memory.view(start, self.nbytes) if item.dense else None
+            return cast(Bytes, self._memory.view(start, self.nbytes)) if item.dense else None
         first = end = None
         for piece in self._pieces:
             if piece.total == 0:
@@ -194,7 +207,7 @@ class Buffer:
                 first = piece.start
             end = piece.start + piece.nbytes
         assert first is not None
-        return self._memory.view(first, self.nbytes)
+        return cast(Bytes, self._memory.view(first, self.nbytes))
 
     def _inside(self, length: int) -> None:
         """Refuse counts that reach beyond the memory, which mpi4py does not see."""
@@ -305,6 +318,10 @@ def _as_one(datatype: MPI.Datatype, count: int) -> tuple[MPI.Datatype, int, int]
     return whole, low, nbytes
 
 
+def _fill(target: Bytes, source: Bytes) -> None:
+    target[:] = source
+
+
 # -- parsing ------------------------------------------------------------------------------
 
 
@@ -391,7 +408,7 @@ def _simple(spec: Any, blocks: int, readonly: bool) -> Buffer:
 
 
 def _blocked(
-    memory: Memory, item: Item, count: int, start: int, blocks: int, fits: bool = False
+    memory: Memory | DeviceMemory, item: Item, count: int, start: int, blocks: int, fits: bool = False
 ) -> Buffer:
     piece = Piece(start, count * blocks, item)
     return Buffer(memory, item, (count,) * blocks, (piece,), fits)
@@ -466,7 +483,7 @@ def _unpacked(spec: Any, nested: type | tuple[type, ...]) -> tuple[Any, Any, Any
     return data, count, displ, datatype
 
 
-def _basic(data: Any, datatype: Any, readonly: bool) -> tuple[Memory, Item]:
+def _basic(data: Any, datatype: Any, readonly: bool) -> tuple[Memory | DeviceMemory, Item]:
     if _is_bottom(data):
         if datatype is None:
             raise KeyError("cannot map None to MPI datatype")  # as mpi4py has it
@@ -474,6 +491,8 @@ def _basic(data: Any, datatype: Any, readonly: bool) -> tuple[Memory, Item]:
     memory = _memory(data, readonly)
     if datatype is not None:
         return memory, describe(_datatype(datatype))
+    if isinstance(memory, DeviceMemory):
+        return memory, of_dtype(memory.dtype)
     return memory, lookup(memory.owner)
 
 
@@ -495,10 +514,14 @@ def _datatype(datatype: Any) -> MPI.Datatype:
     return found
 
 
-def _memory(data: Any, readonly: bool) -> Memory:
+def _memory(data: Any, readonly: bool) -> Memory | DeviceMemory:
     """Return the memory of an array or an object with the buffer protocol."""
     if not isinstance(data, np.ndarray):
         data = _as_array(data)
+        if isinstance(data, DeviceMemory):
+            if data.readonly and not readonly:
+                raise BufferError("message: buffer is not writable")
+            return data
     if not data.flags.forc:
         raise BufferError("message: buffer is not contiguous; np.ascontiguousarray(x) makes it so")
     if not readonly and not data.flags.writeable:
@@ -515,10 +538,9 @@ def _as_array(data: Any) -> Any:
         pass
     except ValueError as error:
         raise BufferError(f"message: {error}") from None
-    if hasattr(data, "__cuda_array_interface__"):
-        raise TypeError(
-            f"message: {type(data).__name__} is a device array; this version takes host arrays"
-        )
+    found = device.recognised(data)
+    if found is not None:
+        return found
     if hasattr(data, "__dlpack__"):
         array = np.from_dlpack(data)
         if array.flags.writeable or array.nbytes == 0:

@@ -162,6 +162,14 @@ def _find(dtype: DType) -> Item | None:
     return Item(None, dtype, size, size, 0, size, True) if dtype.char == "e" else None
 
 
+def of_dtype(dtype: DType | None) -> Item:
+    """Return the item type of a dtype, as mpi4py would of an array of it; raises KeyError."""
+    found = None if dtype is None else _of_dtype(dtype)
+    if found is None:
+        raise KeyError(f"cannot map {dtype!s} to MPI datatype")
+    return found
+
+
 def of_array(array: np.ndarray[Any, Any]) -> Item | None:
     """Return the item type of a NumPy array of a usual dtype, else None."""
     return _of_dtype(array.dtype)

@@ -161,22 +161,24 @@ class Direct(DeviceExecution):
             if not self._device(lambda: self._lane.ready(wait)):
                 return False
             self._post()
-        while not self._tested():
-            if not wait:
-                return False
-            self._wait()
+        if not self._complete(wait):
+            return False
         self._settle()
         return True
 
-    def _wait(self) -> None:
+    def _complete(self, wait: bool) -> bool:
+        """Return whether the messages of the step are complete."""
         assert self._requests is not None
-        if self.failed is not None:
+        if wait and self.failed is None:
+            try:
+                return MPI.Request.Waitall(self._requests, self._statuses)
+            except BaseException as error:
+                self._fail(error)
+        while not self._tested():
+            if not wait:
+                return False
             time.sleep(0)
-            return
-        try:
-            MPI.Request.Waitall(self._requests, self._statuses)
-        except BaseException as error:
-            self._fail(error)
+        return True
 
     def _send_and_receive(
         self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Request]

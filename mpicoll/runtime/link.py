@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -28,8 +28,9 @@ from mpicoll.errors import (
     SettingError,
     ShortMessageError,
 )
-from mpicoll.runtime import progress, watchdog
+from mpicoll.runtime import progress, staging, watchdog
 from mpicoll.runtime.buffers import Buffer
+from mpicoll.runtime.device_run import DeviceExecution, DeviceReduction, Direct, Staged, rounds
 from mpicoll.runtime.executor import (
     Bytes,
     Execution,
@@ -40,6 +41,7 @@ from mpicoll.runtime.executor import (
 )
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.flight import RECORDER, listen
+from mpicoll.runtime.operators import Reducer
 from mpicoll.runtime.plan import EMPTY, Plan
 from mpicoll.runtime.record import Record
 from mpicoll.runtime.stats import Stats
@@ -58,10 +60,11 @@ class Opened:
     """A call that has its sequence number.
 
     ``keeps`` is set when the call goes on after it has returned: it then has copies of
-    derived datatypes, in ``held``, since the caller may free them.
+    derived datatypes, in ``held``, since the caller may free them. ``lane`` is there when
+    one of its buffers is on a device.
     """
 
-    __slots__ = ("held", "keeps", "link", "record", "sequence")
+    __slots__ = ("held", "keeps", "lane", "link", "record", "sequence")
 
     def __init__(self, link: Link, sequence: int, record: Record, keeps: bool) -> None:
         """Begin with nothing held."""
@@ -70,6 +73,7 @@ class Opened:
         self.record = record
         self.keeps = keeps
         self.held: list[MPI.Datatype] = []
+        self.lane: staging.Lane | None = None
 
     def tag(self, *what: object) -> int:
         """Return the tag for messages of this call that belong to ``what``."""
@@ -81,11 +85,34 @@ class Opened:
             for buffer in buffers:
                 if buffer is not None:
                     self.held += buffer.own_datatypes()
+        if staging.MET:
+            self.lane = staging.lane_of(buffers)
+
+    def folds(self, reduction: Reducer, compress: object) -> Reducer:
+        """Return the reduction that works where the data is; call it after `hold`.
+
+        What the device has no kernel for goes through the host, the whole call.
+        """
+        lane = self.lane
+        if lane is None or lane.hosted:
+            return reduction
+        kernel = None
+        if compress is None and self.link.size <= staging.MOST_OPERANDS:
+            kernel = lane.backend.kernel(reduction)
+        if kernel is None:
+            lane.hosted = True
+            return reduction
+        return DeviceReduction(lane, kernel)
 
     def release(self) -> None:
         """Give up what was held."""
         while self.held:
             self.held.pop().Free()
+        if self.lane is not None:
+            self.lane.close()
+
+
+_E = TypeVar("_E", bound=Execution)
 
 
 class Link:
@@ -237,6 +264,13 @@ class Link:
 
     def run(self, plan: Plan, record: Record) -> None:
         """Run a plan to its end, waiting inside MPI; the simplest case of `course`."""
+        if plan.lane is not None:
+            try:
+                for part in self.course(plan, record):
+                    part.run()
+            finally:
+                plan.lane.close()
+            return
         work = self._take_work(plan.program.work_bytes)
         execution = self._bind(plan, record, work)
         plan.load()
@@ -246,6 +280,9 @@ class Link:
 
     def course(self, plan: Plan, record: Record) -> progress.Course:
         """Yield what runs a plan, and do what is to be done before and after it."""
+        if plan.lane is not None:
+            yield from self._rounds(plan, self._prepared(plan, record, Execution), record)
+            return
         work = self._take_work(plan.program.work_bytes)
         execution = self._bind(plan, record, work)
         plan.load()
@@ -253,21 +290,44 @@ class Link:
         self._give_work(work)
         self._over(plan, execution)
 
-    def prepare(self, plan: Plan, record: Record) -> PersistentExecution:
+    def prepare(self, plan: Plan, record: Record) -> PersistentExecution | DeviceExecution:
         """Bind a plan to memory of its own, for many runs."""
-        memory = (plan.source, plan.target, np.empty(plan.program.work_bytes, np.uint8))
-        reduction, alias = plan.reduction, plan.alias
-        return PersistentExecution(
-            plan.program, self.hidden, plan.tag, memory, reduction, alias, record, self._traces
-        )
+        return self._prepared(plan, record, PersistentExecution)
 
-    def again(self, plan: Plan, execution: PersistentExecution, record: Record) -> progress.Course:
+    def again(
+        self, plan: Plan, execution: PersistentExecution | DeviceExecution, record: Record
+    ) -> progress.Course:
         """Yield what runs a prepared plan once more."""
         _describe(plan, record)
         execution.restart(record)
+        if plan.lane is not None:
+            plan.lane.again()
+            yield from self._rounds(plan, execution, record)
+            return
         plan.load()
         yield execution
         self._over(plan, execution)
+
+    def _prepared(self, plan: Plan, record: Record, on_host: type[_E]) -> _E | DeviceExecution:
+        """Bind a plan to memory of its own, on the host as ``on_host`` says."""
+        lane, nbytes = plan.lane, plan.program.work_bytes
+        device = lane is not None and not lane.hosted
+        work = cast(Bytes, lane.scratch(nbytes)) if lane and device else np.empty(nbytes, np.uint8)
+        memory = (plan.source, plan.target, work)
+        what = (plan.program, self.hidden, plan.tag, memory, plan.reduction, plan.alias)
+        if lane is None or not device:
+            return on_host(*what, record, self._traces)
+        direct = self.settings.cuda_aware
+        if direct is None:
+            direct = lane.backend.direct()
+        return (Direct if direct else Staged)(lane, *what, record, self._traces)
+
+    def _rounds(self, plan: Plan, execution: Execution, record: Record) -> progress.Course:
+        """Yield what runs a plan on device memory."""
+        assert plan.lane is not None
+        _describe(plan, record)
+        yield from rounds(plan.lane, execution, plan.load, plan.finish)
+        self._count(plan.program, plan.algorithm.collective, plan.algorithm.name)
 
     def wait_native(self, name: str, request: MPI.Request, limit: float | None) -> None:
         """Wait for a non-blocking call of the MPI's own under a time limit."""

@@ -61,7 +61,8 @@ class Reducer(Protocol):
     accumulates in float32 and rounds once. ``finish``, of AVG only, divides a result by
     the number of ranks; a wide fold over ``mean_of`` operands, all there are, divides by
     itself before it rounds, so that a sum of float16 can not overflow. ``operator`` is its
-    name, ``label`` tells operator and type from others, the same on all ranks.
+    name, ``label`` tells operator and type from others, the same on all ranks. ``loop`` is
+    what a device would have to compute, None where there is only the MPI's own loop.
     """
 
     operator: str
@@ -71,6 +72,7 @@ class Reducer(Protocol):
     wide: bool
     mean_of: int
     finish: Callable[[Bytes, int], None] | None
+    loop: tuple[str, DType] | None
 
     def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
         """Fold ``operands`` from the left into ``target``, which may be one of two."""
@@ -147,6 +149,7 @@ class _NumpyReducer:
         self.finish: Callable[[Bytes, int], None] | None = self._divide if average else None
         # A long double of x86 has 10 bytes of 16; the rest would differ between ranks.
         self._padded = dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63
+        self.loop: tuple[str, DType] | None = (name, dtype)
         self._ufunc = ufunc
         self._dtype = dtype
         self._local: _Local | None = None
@@ -256,6 +259,7 @@ class _HalfReducer:
         self.wide = name in ("SUM", "PROD")
         self.mean_of = average
         self.finish: Callable[[Bytes, int], None] | None = self._divide if average else None
+        self.loop: tuple[str, DType] | None = (name, dtype)
         self._name = name
         self._half = half
 
@@ -298,6 +302,7 @@ class _NativeReducer:
         self.wide = False
         self.mean_of = 0
         self.finish: Callable[[Bytes, int], None] | None = None
+        self.loop: tuple[str, DType] | None = None
         self._op = op
         self._item = item
         self._local = _Local(op, item.datatype, item.nbytes, swaps=False)

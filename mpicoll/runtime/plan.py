@@ -9,6 +9,7 @@ import numpy as np
 
 from mpicoll.algorithms import Algorithm
 from mpicoll.runtime.executor import Bytes, Program, Reduction
+from mpicoll.runtime.staging import Lane
 
 EMPTY: Bytes = np.empty(0, np.uint8)
 
@@ -23,7 +24,7 @@ class Plan:
 
     ``operator``, ``dtype``, ``count`` (items of this rank's input, or output), ``counts``,
     ``root`` and ``segment_bytes`` describe the call; ``counts`` are those that all ranks
-    must pass alike, () where there are none. ``pairs`` are the bytes sent to and expected
+    must pass alike, () where there are none. ``lane`` is there when buffers are on a device. ``pairs`` are the bytes sent to and expected
     of each rank, where ranks know those for themselves only and a checked call compares them.
     """
 
@@ -42,6 +43,7 @@ class Plan:
     counts: tuple[int, ...] = ()
     root: int = -1
     segment_bytes: int = 0
+    lane: Lane | None = None
     pairs: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def load(self) -> None:

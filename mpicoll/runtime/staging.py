@@ -22,7 +22,7 @@ from mpi4py import MPI
 from mpicoll.runtime.datatypes import DType, Item
 
 if TYPE_CHECKING:
-    from mpicoll.runtime.buffers import Piece
+    from mpicoll.runtime.buffers import Buffer, Piece
     from mpicoll.runtime.executor import Bytes
     from mpicoll.runtime.operators import Reducer
 
@@ -37,6 +37,12 @@ SMALL_BYTES = 32 << 10
 
 #: Pinned memory kept for reuse; beyond it a copy waits for an earlier one to end.
 PINNED_BYTES = 256 << 20
+
+#: Operands of one fused kernel; the folds of more ranks go through the host.
+MOST_OPERANDS = 256
+
+#: Whether this process has been handed device memory yet.
+MET = False
 
 #: The methods that order host, device and MPI, by name.
 SITES: dict[str, Callable[..., Any]] = {}
@@ -511,3 +517,27 @@ class DeviceMemory:
                 lane.copy(place(packed), dense, nbytes)
         lane._has_work()
         lane.keep(owner)
+
+
+def lane_of(buffers: Sequence[Buffer | None]) -> Lane | None:
+    """Return the lane of a call, None where none of its buffers is on a device.
+
+    A call goes through the host when it is short, and when its other buffer is there.
+    """
+    given = [one for one in buffers if one is not None]
+    memories = [one.device for one in given if one.device is not None]
+    if not memories:
+        return None
+    first = memories[0]
+    for other in memories[1:]:
+        if (other.backend, other.device) != (first.backend, first.device):
+            raise ValueError(
+                f"send buffer on device {first.device} and receive buffer on device "
+                f"{other.device}; the buffers of one rank's call have to be on one device"
+            )
+    lane = Lane(first.backend, first.device, first.owner)
+    for memory in memories:
+        memory.lane = lane
+    on_host = any(one.device is None and one.nbytes for one in given)
+    lane.hosted = on_host or sum(one.nbytes for one in given) <= SMALL_BYTES
+    return lane

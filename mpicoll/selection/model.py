@@ -107,8 +107,12 @@ def _time(done: Counts, nbytes: int, rates: Rates) -> float:
 
 
 def best_segment(algorithm: Algorithm, size: int, nbytes: int, rates: Rates) -> int:
-    """Return the segment in bytes with the least predicted time; 0 leaves blocks whole."""
-    if not algorithm.segmented or size == 1:
+    """Return the segment in bytes with the least predicted time; 0 leaves blocks whole.
+
+    Where ranks share cores nothing is cut: no core is idle that a pipeline could fill, and
+    every step more is a turn of all ranks on a core.
+    """
+    if not algorithm.segmented or size == 1 or rates.load > 1:
         return 0
     whole = _cut(algorithm.collective, size, nbytes)
     tried = [segment for segment in SEGMENTS if segment < whole] or [0]

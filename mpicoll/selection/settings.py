@@ -43,6 +43,7 @@ class Settings:
 
     ``algorithms`` are (collective, algorithm name) pairs; ``timeout`` is the limit of a
     call in seconds, None for none; ``check`` says whether the ranks compare their calls;
+    ``cuda_aware`` says whether the MPI takes device pointers, None: to be found out;
     ``flight`` and ``trace`` are folders, "" for no trace; ``progress`` is "thread" or "".
     ``tuning`` is the tuning table, ``rates`` what the machine takes, ``memory`` the
     communicator's hint, "host" or "device".
@@ -57,6 +58,7 @@ class Settings:
     tuning: Table | None = None
     rates: Rates = DEFAULT
     memory: str = "host"
+    cuda_aware: bool | None = None
 
     def algorithm(self, collective: str) -> str | None:
         """Return the algorithm set for ``collective``, if any."""
@@ -165,6 +167,7 @@ def _flag(value: str) -> bool:
 _READERS: dict[str, Callable[[str], Any]] = {
     "timeout": limit,
     "check": _flag,
+    "cuda_aware": _flag,
     "flight": str,
     "trace": str,
 }

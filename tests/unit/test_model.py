@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,7 @@ def test_segments() -> None:
     assert long > 0
     cheap = Rates(step=1e-9, message=1e-9)
     assert best_segment(chain, 8, 1 << 24, cheap) < long or long == SEGMENTS[1]
+    assert best_segment(chain, 8, 1 << 24, replace(cheap, load=2.0)) == 0
 
 
 @pytest.mark.parametrize(
