@@ -137,7 +137,7 @@ class Link:
         self.states: dict[int, watchdog.State] = {}
         self.expired: list[int] = []
         self.leaving: set[int] = set()
-        self.tags = Tags(self.hidden)
+        self.tags = Tags(self.hidden, self._wait_request)
         self._work = EMPTY
         if settings is None:
             variables = gather(os.environ) if self.rank == 0 else None
@@ -246,10 +246,11 @@ class Link:
         if self.tracer is not None:
             self.tracer.add(record)
 
-    def _complete(self, sequences: range) -> None:
-        """Complete the calls of an interval that are in flight here."""
+    def _complete(self, sequences: range | None = None) -> None:
+        """Complete the calls that are in flight here, all or those of an interval."""
         for operation in progress.active(self):
-            if operation.record.sequence in sequences:
+            if sequences is None or operation.record.sequence in sequences:
+                operation.hold_to(self.settings.timeout)
                 progress.await_(operation.advance, operation.watch)
 
     def choose(
@@ -331,15 +332,15 @@ class Link:
 
     def wait_native(self, name: str, request: MPI.Request, limit: float | None) -> None:
         """Wait for a non-blocking call of the MPI's own under a time limit."""
-        opened = self.open(name)
-        opened.record.algorithm = "native"
+        record = self.open(name).record
+        record.algorithm = "native"
+        progress.Operation(self, record, _native(request)).wait(limit)
 
-        def course() -> progress.Course:
-            execution = Native(request)
-            yield execution
-            execution.raise_failure()
-
-        progress.Operation(self, opened.record, course()).wait(limit)
+    def _wait_request(self, request: MPI.Request) -> None:
+        """Wait for what is due between two calls, under the time limit."""
+        record = Record(self.identity, self.tags.sequence, "turn of the tags")
+        record.start = time.perf_counter()
+        progress.Operation(self, record, _native(request)).wait(self.settings.timeout)
 
     def meet(self) -> None:
         """Wait until all ranks end, or one says that its time limit is over.
@@ -409,13 +410,19 @@ class Link:
         """
         if self.freed or MPI.Is_finalized() or self.poison:
             return  # a poisoned link stays among the links: the end of the process asks for it
+        self._complete()
+        self.tags.settle()
         _LINKS.remove(self)
         if self.watched:
             watchdog.WATCHED.remove(self)
-        for operation in progress.active(self):
-            progress.await_(operation.advance, operation.watch)
         RECORDER.leave(self.identity)
         self.hidden.Free()
+
+
+def _native(request: MPI.Request) -> progress.Course:
+    execution = Native(request)
+    yield execution
+    execution.raise_failure()
 
 
 def _describe(plan: Plan, record: Record) -> None:

