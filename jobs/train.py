@@ -1,429 +1,204 @@
-"""Train a small network on handwritten digits, data parallel over all ranks.
+"""Train a small network on handwritten digits over all ranks, by one of six strategies.
 
-    mpiexec -n 8 python jobs/train.py [options]
+    mpiexec -n 8 python jobs/train.py [--strategy ddp|zero1|zero2|zero3|moe|contrastive] [options]
 
-Every rank holds the whole network and takes its share of each batch; the gradients are averaged
-by mpicoll's Allreduce. Its result has the same bits on every rank, so the parameters, sent once
-before step 0, stay equal without being sent again. The end of the run checks that, bit by bit.
+Every rank takes its share of each batch. At the end all ranks must hold the same parameters, bit
+by bit.
+
+ddp: whole parameters on every rank, gradients summed in buckets while backward goes on. zero1:
+momentum in shards; zero2: gradients too; zero3: parameters too, each layer gathered before it is
+used, the next one ahead. moe: a mixture of 8 experts, spread over the ranks, two per sample.
+contrastive: an embedding by InfoNCE over the samples of all ranks, then a linear probe.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import importlib.util
 import itertools
-import json
 import os
 import sys
-import time
-import traceback
-import zipfile
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 import mpicoll
+from mpicoll.parallel import SGD, EpochSampler, average_metrics, broadcast_object
+
+# Under PYTHONSAFEPATH Python does not look beside the script.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from training.clock import Clock, Split
+from training.console import Progress, leave, say
+from training.contrastive import Contrast
+from training.data import Data, load_data
+from training.moe import Mixture
+from training.network import Perceptron
+from training.stores import Replicated, Sharded, Sliced, TrainedStore
+from training.tasks import Classify, Task
+from training.verify import Single
 
 HIDDEN = (128, 64)
+EMBEDDING = 32
 MOMENTUM = 0.9
+CHECK_EVERY = 10  # steps between looks at the loss of all ranks
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class Data(NamedTuple):
-    """Samples, one per row, and their labels; the last fifth of a fixed shuffle is held out."""
-
-    x: Array
-    y: Array
-    x_test: Array
-    y_test: Array
-    digest: str
-
-
-class Network:
-    """A multilayer perceptron whose parameters lie in one flat buffer, and so its gradients.
-
-    The loss rides along as the last element of the gradients' buffer: one Allreduce for both.
-    """
-
-    def __init__(self, layers: list[int], dtype: str, seed: int) -> None:
-        shapes: list[tuple[int, ...]] = []
-        for fan_in, fan_out in itertools.pairwise(layers):
-            shapes += [(fan_in, fan_out), (fan_out,)]
-        size = sum(int(np.prod(shape)) for shape in shapes)
-        self.params: Array = np.zeros(size, dtype)
-        self.velocity: Array = np.zeros(size, dtype)
-        self.message: Array = np.zeros(size + 1, dtype)
-        self.grads = self.message[:-1]
-        self._params = split(self.params, shapes)
-        self._grads = split(self.grads, shapes)
-        rng = np.random.default_rng(seed)
-        for weight in self._params[::2]:
-            weight[:] = rng.normal(0, np.sqrt(2 / len(weight)), weight.shape)
-
-    def forward(self, x: Array) -> list[Array]:
-        """Return the values of every layer, the last one as logits."""
-        values = [x]
-        for weight, bias in zip(self._params[::2], self._params[1::2], strict=True):
-            values.append(np.maximum(values[-1] @ weight + bias, 0))
-        values[-1] = values[-2] @ weight + bias  # no ReLU after the last layer
-        return values
-
-    def backward(self, x: Array, y: Array, batch: int) -> None:
-        """Fill the message with this share's part of the batch's mean gradient and mean loss.
-
-        Dividing by the size of the whole batch, not of the share, makes the sum over ranks the
-        mean whatever the shares are: uneven ones and empty ones need no weights.
-        """
-        values = self.forward(x)
-        logits = values[-1] - values[-1].max(axis=1, keepdims=True)
-        chance = np.exp(logits)
-        chance /= chance.sum(axis=1, keepdims=True)
-        rows = np.arange(len(y))
-        self.message[-1] = -np.log(chance[rows, y] + 1e-12).sum() / batch
-        chance[rows, y] -= 1
-        delta = chance / batch
-        for layer in range(len(values) - 2, -1, -1):
-            self._grads[2 * layer][:] = values[layer].T @ delta
-            self._grads[2 * layer + 1][:] = delta.sum(axis=0)
-            delta = (delta @ self._params[2 * layer].T) * (values[layer] > 0)
-
-    def update(self, rate: float) -> None:
-        """Take one step of stochastic gradient descent with momentum."""
-        self.velocity *= MOMENTUM
-        self.velocity -= rate * self.grads
-        self.params += self.velocity
-
-    def digest(self) -> bytes:
-        """Return a hash of every bit that training has made."""
-        return hashlib.sha256(self.params.tobytes() + self.velocity.tobytes()).digest()
+#: The test accuracy that each strategy reaches on the digits with the options of its default.
+ACCURACY = {
+    "ddp": 0.96,
+    "zero1": 0.96,
+    "zero2": 0.96,
+    "zero3": 0.96,
+    "moe": 0.96,
+    "contrastive": 0.90,
+}
+VERIFIED = ("ddp", "zero1", "zero2", "zero3")
 
 
-class Progress:
-    """Shows how far training is: a bar on a terminal, else a line every two seconds."""
+class Run(NamedTuple):
+    """What a training needs."""
 
-    def __init__(self, shown: bool, step: int, total: int, per_epoch: int) -> None:
-        self._shown, self._total, self._per_epoch, self._next = shown, total, per_epoch, 0.0
-        self._bar: Any = None
-        # Open MPI gives a rank a terminal even where mpiexec has none: TERM=dumb says so.
-        terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        if shown and terminal and importlib.util.find_spec("rich"):
-            from rich import progress
-
-            columns = ("{task.description}", progress.BarColumn(), "{task.completed}/{task.total}")
-            self._bar = progress.Progress(*columns, refresh_per_second=4)
-            self._task = self._bar.add_task("training", total=total, completed=step)
-            self._bar.start()
-
-    def show(self, step: int, loss: float) -> None:
-        """Note that a step is done."""
-        now = time.perf_counter()
-        if not self._shown or (now < self._next and step < self._total):
-            return
-        text = f"epoch {(step - 1) // self._per_epoch + 1}, loss {loss:.4f}"
-        if self._bar:
-            self._bar.update(self._task, completed=step, description=text)
-        else:
-            print(f"step {step}/{self._total}, {text}", flush=True)
-        self._next = now + (0.2 if self._bar else 2)
-
-    def close(self) -> None:
-        """Give the terminal back."""
-        if self._bar:
-            self._bar.stop()
+    comm: mpicoll.Comm
+    task: Task
+    data: Data
+    opts: argparse.Namespace
+    clock: Clock
+    single: Single | None
 
 
-def split(flat: Array, shapes: list[tuple[int, ...]]) -> list[Array]:
-    """Return views of a flat buffer, one after the other, in the given shapes."""
-    bounds = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
-    parts = np.split(flat, bounds)
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+def make_task(
+    comm: mpicoll.Comm, data: Data, opts: argparse.Namespace, clock: Clock
+) -> tuple[Task, list[int]]:
+    """Return what the strategy trains, and the widths of its layers."""
+    optimizer = SGD(opts.lr, MOMENTUM)
+    if opts.strategy == "moe":
+        return Mixture(data, optimizer, comm, clock, opts.seed, opts.dtype), []
+    outputs = EMBEDDING if opts.strategy == "contrastive" else data.classes
+    net = Perceptron([data.x.shape[1], *HIDDEN, outputs])
+    layers = net.initial(opts.seed, opts.dtype)
+    store: TrainedStore
+    if opts.strategy == "zero3":
+        store = Sliced(layers, optimizer, comm, clock)
+    elif opts.strategy in ("zero1", "zero2"):
+        store = Sharded(layers, optimizer, comm, clock, 1 if opts.strategy == "zero1" else 2)
+    else:
+        store = Replicated(layers, optimizer, comm, clock)
+    if opts.strategy == "contrastive":
+        return Contrast(net, store, data, comm, clock, opts.seed), net.widths
+    return Classify(net, store, data, comm), net.widths
 
 
-def share(comm: mpicoll.Comm, rows: Array) -> Array:
-    """Return this rank's part of the rows: sizes differ by one at most, and may be zero."""
-    bounds = [len(rows) * rank // comm.size for rank in (comm.rank, comm.rank + 1)]
-    return rows[bounds[0] : bounds[1]]
+def batches(run: Run, step: int) -> Iterator[tuple[int, Any, int]]:
+    """Yield the epoch, this rank's rows and the size of each batch, from a step on, for ever."""
+    count, batch = len(run.data.y), run.opts.batch
+    sampler = EpochSampler(count, run.comm, seed=run.opts.seed)
+    per_epoch = -(-count // batch)
+    for epoch in itertools.count(step // per_epoch):
+        done = step - epoch * per_epoch if epoch == step // per_epoch else 0
+        for at, rows in enumerate(sampler.batches(epoch, batch)):
+            if at >= done:
+                yield epoch, rows, min(batch, count - at * batch)
 
 
-def on_root(comm: mpicoll.Comm, work: Callable[[], Any]) -> Any:
-    """Do something that can fail on rank 0 alone and return its result there, None elsewhere.
-
-    If it fails, rank 0 says why, and every rank leaves: none waits for one that has gone.
-    """
-    result, error = None, None
-    if comm.rank == 0:
-        try:
-            result = work()
-        except (OSError, ValueError, ImportError) as caught:
-            error = str(caught)
-    error = comm.bcast(error, root=0)
-    if error is not None:
-        leave(comm, error)
-    return result
-
-
-def leave(comm: mpicoll.Comm, error: str) -> None:
-    """End the run on every rank with status 1; called by all of them, heard from rank 0."""
-    if comm.rank == 0:
-        print(f"train.py: error: {error}", file=sys.stderr, flush=True)
-    comm.Barrier()  # mpiexec ends the others when one rank fails: not before rank 0 has spoken
-    raise SystemExit(1)
-
-
-def broadcast(comm: mpicoll.Comm, array: Array | None) -> Array:
-    """Return rank 0's array on every rank."""
-    shape, dtype = comm.bcast(None if array is None else (array.shape, array.dtype.str), root=0)
-    if array is None:
-        array = np.empty(shape, dtype)
-    comm.Bcast(array, root=0)
-    return array
-
-
-def read_npz(path: Path, names: set[str]) -> dict[str, Array]:
-    """Return what an .npz file holds; it must be sound and have the named arrays."""
-    with path.open("rb") as file:
-        if not zipfile.is_zipfile(file):
-            raise ValueError(f"{path} is not an .npz file, or a damaged one")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as caught:
-        raise ValueError(f"{path} cannot be read: {caught}") from caught
-    if not names <= arrays.keys():
-        raise ValueError(f"{path} must hold {sorted(names)}, it has {sorted(arrays)}")
-    return arrays
-
-
-def read_samples(path: Path | None) -> tuple[Array, Array]:
-    """Return samples and labels: those of a file, or the digits that scikit-learn brings."""
-    if path is None:
-        if not importlib.util.find_spec("sklearn"):
-            raise ImportError(
-                "the digits come with scikit-learn, which is not installed: "
-                "pip install scikit-learn, or give --data FILE.npz"
-            )
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        return np.ascontiguousarray(digits.data), digits.target
-    arrays = read_npz(path, {"x", "y"})
-    x, y = arrays["x"], arrays["y"]
-    if x.dtype.kind not in "fiub" or y.dtype.kind not in "iu":
-        raise ValueError(f"{path}: x must be numbers and y integers, not {x.dtype} and {y.dtype}")
-    if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or len(x) < 5 or x.size == 0:
-        raise ValueError(f"{path}: x and y must be 5 samples or more, not {x.shape}, {y.shape}")
-    if not np.isfinite(x).all() or set(y.tolist()) != set(range(y.max() + 1)):
-        raise ValueError(f"{path}: x must be finite, and y labels 0, 1, ... without a gap")
-    return x.reshape(len(x), -1), y
-
-
-def load_data(comm: mpicoll.Comm, path: Path | None, dtype: str) -> Data:
-    """Read the samples on rank 0 and share them; the split is the same whatever the seed."""
-    samples = on_root(comm, lambda: read_samples(path))
-    x, y = (broadcast(comm, array) for array in samples or (None, None))
-    digest = hashlib.sha256(repr((x.shape, x.dtype.str)).encode() + x.tobytes() + y.tobytes())
-    order = np.random.default_rng(0).permutation(len(x))
-    train, test = np.split(order, [len(x) - len(x) // 5])
-    x = (x / max(np.abs(x[train]).max(), 1e-12)).astype(dtype)
-    y = y.astype(np.int64)
-    return Data(x[train], y[train], x[test], y[test], digest.hexdigest()[:16])
-
-
-def read_checkpoint(path: Path, config: dict[str, Any], net: Network) -> int:
-    """Take parameters and momentum from a checkpoint, if there is one, and return its step."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"no folder {path.parent} for the checkpoint")
-    if not path.exists():
-        return 0
-    arrays = read_npz(path, {"config", "step", "params", "velocity"})
-    saved = json.loads(str(arrays["config"]))
-    for name in ("data", "layers", "dtype", "batch", "seed", "lr"):
-        if saved.get(name) != config[name]:
-            raise ValueError(
-                f"the checkpoint {path} is of another run: {name} was {saved.get(name)}, "
-                f"is {config[name]}; give another --checkpoint or remove it"
-            )
-    for name in ("ranks", "algorithm"):
-        if saved.get(name) != config[name]:
-            print(f"note: {name} was {saved.get(name)}, is {config[name]}: last bits may differ")
-    net.params[:], net.velocity[:] = arrays["params"], arrays["velocity"]
-    return int(arrays["step"])
-
-
-def write_checkpoint(path: Path, config: dict[str, Any], net: Network, step: int) -> None:
-    """Replace the checkpoint as one act: a killed run leaves the old one or the new one.
-
-    The shuffle of an epoch follows from seed and epoch, so seed and step are all its state.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        np.savez(
-            file,
-            config=np.array(json.dumps(config)),
-            step=np.array(step),
-            params=net.params,
-            velocity=net.velocity,
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the new name must outlive a crash too
-    os.close(folder)
-
-
-def train(
-    comm: mpicoll.Comm,
-    net: Network,
-    data: Data,
-    opts: argparse.Namespace,
-    step: int,
-    save: Callable[[int], None],
-) -> dict[str, str]:
+def train(run: Run, step: int, save: Callable[[int], None]) -> dict[str, str]:
     """Train from a step on; return what the final table says about speed."""
-    per_epoch = -(-len(data.y) // opts.batch)
-    total = min(opts.epochs * per_epoch, opts.steps or sys.maxsize)
-    progress = Progress(comm.rank == 0, step, total, per_epoch)
-    samples, waited, start = 0, 0.0, time.perf_counter()
-    order, epoch = np.empty(0, np.int64), -1
-    while step < total:
-        if step // per_epoch != epoch:
-            epoch = step // per_epoch
-            order = np.random.default_rng((opts.seed, epoch)).permutation(len(data.y))
-        first = step % per_epoch * opts.batch
-        batch = order[first : first + opts.batch]
-        rows = share(comm, batch)
-        net.backward(data.x[rows], data.y[rows], len(batch))
-        before = time.perf_counter()
-        comm.Allreduce(MPI.IN_PLACE, net.message, op=MPI.SUM, algorithm=opts.algorithm)
-        waited += time.perf_counter() - before
-        if not np.isfinite(net.message[-1]):  # the same bits on every rank, so all leave
-            leave(comm, f"the loss is not finite any more at step {step}: try a lower --lr")
-        net.update(opts.lr)
+    comm, opts, clock = run.comm, run.opts, run.clock
+    total = min(opts.epochs * -(-len(run.data.y) // opts.batch), opts.steps or sys.maxsize)
+    progress = Progress(comm.rank == 0, step, total)
+    first, samples, seen, loss = step, 0, [0.0, 0], float("nan")
+    shown, before = step, Split()
+    for epoch, rows, batch in itertools.islice(batches(run, step), max(0, total - step)):
+        verify = contextlib.nullcontext() if run.single is None else verified(run, rows)
+        with verify, clock.step():
+            seen[0] += run.task.learn(rows, batch, epoch)
+        seen[1] += len(rows)
+        samples += batch
         step += 1
-        samples += len(batch)
-        progress.show(step, float(net.message[-1]))
+        if step % CHECK_EVERY == 0 or step == total:
+            loss = mean_loss(comm, seen, step)
+            seen = [0.0, 0]
+
+        def text() -> str:
+            nonlocal shown, before
+            times = clock.split.since(before).per_step(step - shown)
+            shown, before = step, clock.split.since(Split())
+            return f"epoch {epoch + 1}, loss {loss:.4f}, {times}"
+
+        progress.show(step, text)
         if opts.checkpoint and (step % opts.checkpoint_every == 0 or step == total):
             save(step)
     progress.close()
-    seconds = max(time.perf_counter() - start, 1e-9)
-    part = comm.allreduce(waited / seconds) / comm.size
-    speed = f"{samples / seconds:.0f}"
-    return {"samples per second": speed, "time in communication": f"{part:.0%}"}
+    return speed(comm, clock.split, samples, step - first)
 
 
-def accuracy(comm: mpicoll.Comm, net: Network, data: Data) -> float:
-    """Return the share of held-out samples that the network gets right; every rank does some."""
-    rows = share(comm, np.arange(len(data.y_test)))
-    right = np.zeros(1, np.int64)
-    right[0] = (net.forward(data.x_test[rows])[-1].argmax(axis=1) == data.y_test[rows]).sum()
-    comm.Allreduce(MPI.IN_PLACE, right, op=MPI.SUM)
-    return float(right[0] / len(data.y_test))
+def mean_loss(comm: mpicoll.Comm, seen: list[Any], step: int) -> float:
+    """Return the mean loss of all ranks' samples on rank 0; all leave if it is not finite."""
+    share = seen[0] / max(1, seen[1])
+    means = average_metrics({"loss": share}, seen[1], comm)
+    loss = means["loss"] if means else 0.0
+    if broadcast_object(not np.isfinite(loss), comm):
+        leave(comm, f"the loss is not finite any more by step {step}: try a lower --lr")
+    return loss
 
 
-def identical(comm: mpicoll.Comm, net: Network) -> bool:
-    """Return whether the parameters have the same bits on all ranks, the same answer on each."""
-    own = np.frombuffer(net.digest(), np.uint8)
-    digests = np.empty((comm.size, own.size), np.uint8)
-    comm.Allgather(own, digests)
-    return bool((digests == digests[0]).all())
+@contextlib.contextmanager
+def verified(run: Run, rows: Any) -> Iterator[None]:
+    """Compare the step of this block with that of one process, on rank 0."""
+    comm, store = run.comm, run.task.store
+    parts = comm.gather(rows, root=0)
+    before = {name: array.copy() for name, array in store.whole().items()}
+    if isinstance(store, Replicated):
+        # The optimizer overwrites gradients, so they are taken when they arrive.
+        taken = store.take_gradients()
+    else:
+        taken = None
+    yield
+    after = store.whole()
+    problem = None
+    if run.single is not None and parts is not None:
+        problem = run.single.step(np.concatenate(parts), before, taken, after)
+    problem = broadcast_object(problem, comm)
+    if problem is not None:
+        leave(comm, f"--verify: {problem}")
 
 
-def positive(text: str) -> int:
-    """Read an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-def read_options(comm: mpicoll.Comm) -> argparse.Namespace:
-    """Read the command line: every rank alike, and rank 0 alone speaks about it."""
-    about = str(__doc__).split("\n\n")
-    parser = argparse.ArgumentParser("train.py", description=about[0], epilog=about[2])
-    add = parser.add_argument
-    add("--data", type=Path, metavar="FILE.npz", help="samples x and labels y (the digits)")
-    add("--epochs", type=positive, default=30, help="passes over the data (%(default)s)")
-    add("--steps", type=positive, help="stop after that many batches")
-    add("--batch", type=positive, default=64, help="samples of a batch, all ranks (%(default)s)")
-    add("--lr", type=float, default=0.05, help="learning rate (%(default)s)")
-    add("--seed", type=int, default=1, help="of first parameters and shuffles (%(default)s)")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="(%(default)s)")
-    add("--algorithm", help="of the gradients' Allreduce (chosen by size)")
-    add("--checkpoint", type=Path, metavar="FILE", help="resume from it, and keep it up to date")
-    add("--checkpoint-every", type=positive, default=100, metavar="STEPS", help="(%(default)s)")
-    with contextlib.ExitStack() as stack:
-        if comm.rank != 0:
-            silence = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(silence))
-            stack.enter_context(contextlib.redirect_stderr(silence))
-        try:
-            return parser.parse_args()
-        except SystemExit:
-            comm.Barrier()  # as in leave
-            raise
-
-
-def abort_on_error() -> None:
-    """Make a rank that fails unexpectedly end the run: the others would wait for it for ever."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
-        print(f"train.py: rank {MPI.COMM_WORLD.rank} failed:\n{text}", file=sys.stderr, flush=True)
-        MPI.COMM_WORLD.Abort(1)
-
-    sys.excepthook = hook
-
-
-def main() -> int:
-    """Run the job and return its exit status."""
-    abort_on_error()
-    np.seterr(over="ignore", invalid="ignore")  # the loss shows it, once
-    comm = mpicoll.Comm(MPI.COMM_WORLD)
-    opts = read_options(comm)
-    data = load_data(comm, opts.data, opts.dtype)
-    layers = [data.x.shape[1], *HIDDEN, int(max(data.y.max(), data.y_test.max())) + 1]
-    net = Network(layers, opts.dtype, opts.seed)
-    try:
-        comm.Allreduce(MPI.IN_PLACE, net.message, op=MPI.SUM, algorithm=opts.algorithm)
-    except ValueError as error:  # no such algorithm: every rank is told so alike
-        leave(comm, str(error))
-    names = ("dtype", "batch", "seed", "lr", "algorithm")
-    config = {"data": data.digest, "layers": layers, "ranks": comm.size}
-    config |= {name: getattr(opts, name) for name in names}
-    step = 0
-    if opts.checkpoint:
-        step = on_root(comm, lambda: read_checkpoint(opts.checkpoint, config, net))
-        step = comm.bcast(step, root=0)
-    if comm.rank == 0:
-        print(f"{len(data.y)} samples on {comm.size} rank(s), from step {step}", flush=True)
-    comm.Bcast(net.params, root=0)
-    comm.Bcast(net.velocity, root=0)
-
-    def save(step: int) -> None:
-        on_root(comm, lambda: write_checkpoint(opts.checkpoint, config, net, step))
-
-    speed = train(comm, net, data, opts, step, save)
-    correct = accuracy(comm, net, data)
-    same = identical(comm, net)
-    table = {
-        "test accuracy": f"{correct:.4f}",
-        **speed,
-        "parameters identical on all ranks": "yes" if same else "NO",
-        "sha256 of the parameters": net.digest().hex()[:16],
+def speed(comm: mpicoll.Comm, split: Split, samples: int, steps: int) -> dict[str, str]:
+    """Return the rows about time, means over ranks, on rank 0."""
+    each = 1e3 / max(1, steps)
+    whole = max(split.whole, 1e-9)
+    means = average_metrics(
+        {
+            "rate": samples / whole,
+            "part": split.communication / whole,
+            "whole": split.whole * each,
+            "compute": split.compute * each,
+            "communication": split.communication * each,
+            "overlap": split.overlap * each,
+        },
+        comm=comm,
+    )
+    if means is None:
+        return {}
+    return {
+        "samples per second": f"{means['rate']:.0f}",
+        "time in communication": f"{means['part']:.0%}",
+        "time per step": f"{means['whole']:.2f} ms",
+        "  compute": f"{means['compute']:.2f} ms",
+        "  communication": f"{means['communication']:.2f} ms",
+        "  overlap": f"{means['overlap']:.2f} ms of compute with messages under way",
     }
-    if comm.rank == 0:
-        print("\n".join(f"{name + ':':36}{value}" for name, value in table.items()), flush=True)
-    return 0 if same else 1
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def digest(params: dict[str, Any]) -> bytes:
+    """Return a hash of every bit of the parameters."""
+    return hashlib.sha256(b"".join(params[name].tobytes() for name in sorted(params))).digest()
+
+
+def identical(comm: mpicoll.Comm, own: bytes) -> bool:
+    """Return whether the digests of all ranks are the same, the same answer on each."""
+    digests = np.empty((comm.size, len(own)), np.uint8)
+    comm.Allgather(np.frombuffer(own, np.uint8), digests)
+    return bool((digests == digests[0]).all())

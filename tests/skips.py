@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +45,11 @@ def has_cuda() -> bool:
         return False
 
 
+def compiler() -> str:
+    """Return the C compiler, "" where there is none."""
+    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), "")
+
+
 def has_memory() -> bool:
     """Return whether the machine has the memory that tests of huge messages need."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >= 16 << 30
@@ -55,6 +61,7 @@ CAPABILITIES: dict[str, Callable[[pytest.Config], bool]] = {
     "cuda": lambda config: has_cuda(),
     "cupy": lambda config: has_module("cupy"),
     "torch": lambda config: has_module("torch"),
+    "compiler": lambda config: bool(compiler()),
     "sklearn": lambda config: has_module("sklearn"),
     "memory": lambda config: has_memory(),
 }

@@ -94,7 +94,9 @@ def _network(nodes: int, given: dict[str, Any]) -> Network:
     rate, late = given["bandwidth"] * 1e9, given["latency"] * 1e-6
     hop = given["hop_latency"] * 1e-6
     if kind == "fat-tree":
-        return FatTree(nodes, min(given["leaf"], nodes), rate, late, hop, given["oversubscription"])
+        return FatTree(
+            nodes, min(given["leaf"], nodes), rate, late, hop, given["oversubscription"]
+        )
     if kind == "torus":
         return Torus(nodes, _shape(given["shape"], nodes), rate, late, hop)
     if kind == "dragonfly":

@@ -27,7 +27,8 @@ from mpicoll.selection.choose import Wanted, default_segment
 from mpicoll.simulation import simgrid
 from mpicoll.simulation.fabric import Fabric
 from mpicoll.simulation.machine import Machine
-from mpicoll.simulation.predict import LeftOutError, predict
+from mpicoll.simulation.predict import predict
+from mpicoll.simulation.schedules import LeftOutError
 
 HOW = {
     "lockstep": "all ranks in step",
@@ -42,7 +43,11 @@ HOW = {
 @click.argument("collective", type=Name())
 @click.option("--ranks", "-n", default=1024, type=click.IntRange(1, 1 << 20), show_default=True)
 @click.option(
-    "--algorithms", "-a", default="all", show_default=True, help="all, auto, or names: ring,direct."
+    "--algorithms",
+    "-a",
+    default="all",
+    show_default=True,
+    help="all, auto, or names: ring,direct.",
 )
 @click.option("--sizes", default="8:128M:64", type=Sizes(), show_default=True, help="As in bench.")
 @networks.options
@@ -51,7 +56,9 @@ HOW = {
 )
 @click.option("--gamma", default=0.1, show_default=True, help="ns per byte reduced.")
 @click.option("--copy", default=0.05, show_default=True, help="ns per byte copied.")
-@click.option("--eager", default=64, show_default=True, help="KiB up to which a send needs no receive.")
+@click.option(
+    "--eager", default=64, show_default=True, help="KiB up to which a send needs no receive."
+)
 @click.option(
     "--cores", default=0, type=click.IntRange(0), help="Of a node.  [default: one for every rank]"
 )
@@ -124,7 +131,9 @@ def simulate(
     described = networks.described(fabric, network, machine)
     screen.print(f"[bold]{collective}[/bold], {described}\n")
     wanted = (0,) if collective == "barrier" else sizes
-    rows = [_row(find(collective, name), wanted, fabric, machine, patience, engine) for name in chosen]
+    rows = [
+        _row(find(collective, name), wanted, fabric, machine, patience, engine) for name in chosen
+    ]
     _show(screen, collective, rows, wanted)
     write_json(
         json_file,
@@ -142,9 +151,7 @@ def simulate(
     )
 
 
-def _algorithms(
-    collective: str, text: str, ranks: int, sizes: tuple[int, ...]
-) -> list[str]:
+def _algorithms(collective: str, text: str, ranks: int, sizes: tuple[int, ...]) -> list[str]:
     """Return the names that are simulated; an unknown one is an error that names the known."""
     if text == "all":
         return list(names(collective))
@@ -181,9 +188,7 @@ def _row(
 
 def _winner(rows: list[dict[str, Any]], at: int) -> str | None:
     """Return the fastest algorithm for a size; the first by name of those that are equal."""
-    times = {
-        row["algorithm"]: list(row["seconds"].values())[at] for row in rows if row["seconds"]
-    }
+    times = {row["algorithm"]: list(row["seconds"].values())[at] for row in rows if row["seconds"]}
     return min(times, key=lambda name: times[name]) if times else None
 
 
@@ -216,4 +221,6 @@ def _show(
     for way in dict.fromkeys(way for row in rows for way in row["how"]):
         those = ", ".join(row["algorithm"] for row in rows if way in row["how"])
         screen.print(f"[dim]{HOW[way]}: {those}[/dim]")
-    screen.print("[dim]A prediction: what the model leaves out is in docs/how-to/simulate.md[/dim]")
+    screen.print(
+        "[dim]A prediction: what the model leaves out is in docs/how-to/simulate.md[/dim]"
+    )

@@ -51,7 +51,7 @@ from mpicoll.schedule.ir import Call, Schedule
 from mpicoll.selection.choose import Choice, Wanted, choose
 from mpicoll.selection.settings import Settings, gather, parse
 
-#: Scratch up to this size is kept between calls, since fresh pages cost more than the
+#: Scratch up to this size in all is kept between calls, since fresh pages cost more than the
 #: copy into them.
 KEPT_WORK_BYTES = 64 << 20
 
@@ -138,7 +138,7 @@ class Link:
         self.expired: list[int] = []
         self.leaving: set[int] = set()
         self.tags = Tags(self.hidden, self._wait_request)
-        self._work = EMPTY
+        self._spare: list[Bytes] = []
         if settings is None:
             variables = gather(os.environ) if self.rank == 0 else None
             try:
@@ -387,12 +387,16 @@ class Link:
             return EMPTY
         # Taken away while in use: other calls may be in flight, and a user operator may
         # call a collective of its own.
-        work, self._work = self._work, EMPTY
-        return work if work.size >= nbytes else np.empty(nbytes, np.uint8)
+        for number, work in enumerate(self._spare):
+            if work.size >= nbytes:
+                return self._spare.pop(number)
+        return np.empty(nbytes, np.uint8)
 
     def _give_work(self, work: Bytes) -> None:
-        if self._work.size < work.size <= KEPT_WORK_BYTES:
-            self._work = work
+        if work.size:
+            self._spare.append(work)
+            while sum([one.size for one in self._spare]) > KEPT_WORK_BYTES:
+                self._spare.pop(0)
 
     def _count(self, program: Program, collective: str, name: str) -> None:
         self.stats.add(

@@ -99,7 +99,9 @@ def _fit(residual: Callable[[Reals], Reals], start: Reals) -> Reals:
     here, best = start, residual(start)
     damping = 1e-2
     for _ in range(ROUNDS):
-        slopes = np.stack([(residual(here + 0.05 * one) - best) / 0.05 for one in np.eye(here.size)])
+        slopes = np.stack(
+            [(residual(here + 0.05 * one) - best) / 0.05 for one in np.eye(here.size)]
+        )
         weights = 1 / np.sqrt(np.maximum(np.abs(best), 0.1))
         a = (slopes * weights).T
         left = a.T @ a + damping * np.eye(here.size)

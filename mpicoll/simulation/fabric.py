@@ -46,15 +46,21 @@ class Fabric:
         self.size = size
         self.per_node = per_node
         self.network = network
-        self._local = local
+        self._local, self._port = local, port
         nodes = network.nodes
         #: Bytes per second of links. Of a node: the port out, the port in, the memory; then those of the network.
         self.rates = np.concatenate(
             [np.full(2 * nodes, port), np.full(nodes, local.rate), network.rates]
         )
+        #: Ranks by which all can be shifted.
+        self.repeat = per_node * network.period
         whole = size == nodes * per_node
         #: Ranks after which everything repeats; ``size`` where nothing does.
-        self.period = per_node * network.period if whole else size
+        self.period = self.repeat if whole else size
+
+    def resized(self, size: int) -> Fabric:
+        """Return the first ``size`` ranks on the same network."""
+        return Fabric(size, self.per_node, self.network, self._port, self._local)
 
     def node(self, ranks: Integers) -> Integers:
         """Return the nodes of ranks."""

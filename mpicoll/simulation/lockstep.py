@@ -19,7 +19,8 @@ from mpicoll.simulation.fabric import Fabric
 from mpicoll.simulation.machine import Integers, Machine, Reals, ticks
 from mpicoll.simulation.symmetry import Bools, Kind
 
-BATCH = 1 << 20  #: messages whose links are looked at together
+BATCH = 1 << 18  #: messages whose links are looked at together
+HELD = 1 << 22  #: messages, times sizes, whose times are kept
 
 
 class Slots(NamedTuple):
@@ -123,9 +124,7 @@ def _matches(sends: Integers, recvs: Integers, size: int, xor: bool) -> Integers
     if sends.shape[1] != recvs.shape[1]:
         raise ScheduleError("a send has no receive, or a receive no send")
     for residue in range(residues):
-        free = {
-            other: list(enumerate(sends[other].tolist())) for other in range(residues)
-        }
+        free = {other: list(enumerate(sends[other].tolist())) for other in range(residues)}
         for place, peer in enumerate(recvs[residue].tolist()):
             way = peer if xor else -peer % size
             offers = free[(residue + peer) % residues if not xor else 0]
@@ -224,13 +223,11 @@ class _Replay:
             if batch and messages > BATCH:
                 break
             batch.append(kind)
-        if len(self.known) * self.period > BATCH:
+        if sum(step.wire.size for step in self.known.values()) > HELD:
             self.known.clear()
         targets = [self._peers(self.march.kinds[kind].sends) for kind in batch]
         sizes = [target.size for target in targets]
-        units = [
-            np.repeat(self.march.kinds[kind].units, self.period) for kind in batch
-        ]
+        units = [np.repeat(self.march.kinds[kind].units, self.period) for kind in batch]
         latency, wire = self.fabric.transfer(
             np.concatenate([np.tile(self.ranks, target.shape[0]) for target in targets]),
             np.concatenate([target.ravel() for target in targets]),

@@ -161,9 +161,7 @@ class Dragonfly:
         links = np.full((source.size, 3), -1)
         links[:, 0] = np.where(start != leave, (first * count + start) * count + leave, -1)
         links[:, 1] = np.where(away, inner + first * self._groups + apart, -1)
-        links[:, 2] = np.where(
-            away & (enter != end), (last * count + enter) * count + end, -1
-        )
+        links[:, 2] = np.where(away & (enter != end), (last * count + enter) * count + end, -1)
         return links, self._latency + self._hop * (links >= 0).sum(1)
 
     def folded(self, links: Integers) -> Integers:

@@ -27,9 +27,7 @@ def _ranges(first: Integers, last: Integers) -> Integers:
 
 
 class _Replay:
-    def __init__(
-        self, program: Program, fabric: Fabric, machine: Machine, scales: Reals
-    ) -> None:
+    def __init__(self, program: Program, fabric: Fabric, machine: Machine, scales: Reals) -> None:
         self.program, self.fabric, self.machine, self.scales = program, fabric, machine, scales
         messages = program.source.size
         self.steps = program.first[:-1].copy()
@@ -88,9 +86,7 @@ class _Replay:
         program, machine = self.program, self.machine
         source, target, units = program.source[ready], program.target[ready], program.units[ready]
         latency, wire = self.fabric.transfer(source, target, units)
-        post = self.clocks[:, source] + (self.place[ready] + 1) * ticks(
-            machine.overhead * stretch
-        )
+        post = self.clocks[:, source] + (self.place[ready] + 1) * ticks(machine.overhead * stretch)
         both = np.maximum(post, self.clocks[:, target])
         start = np.where(np.outer(self.scales, units) > machine.eager, both, post)
         self.sent[:, ready] = start + ticks(np.outer(self.scales, wire))

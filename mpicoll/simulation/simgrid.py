@@ -21,8 +21,8 @@ from mpicoll.algorithms import Algorithm
 from mpicoll.errors import MpicollError
 from mpicoll.simulation.fabric import Fabric
 from mpicoll.simulation.machine import Machine
-from mpicoll.simulation.predict import all_lines
 from mpicoll.simulation.program import Line
+from mpicoll.simulation.schedules import all_lines
 
 RANKS = 128  #: at most: every pair of nodes gets a route, every rank a thread
 ADVICE = (

@@ -49,6 +49,17 @@ TOGETHER = (_one, _parity)
 APART = (_root, _lowest_bit, _highest_bit)
 
 
+def row(ranks: Integers) -> Integers:
+    """Divide a row of ranks into its two first ones, its two last ones, and the others."""
+    first, last = np.minimum(ranks, 2), np.minimum(ranks[::-1], 2)
+    result: Integers = np.where(first < 2, first, 4 - last)
+    return result
+
+
+#: The division of a row.
+ROW: Division = row
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A class of ranks, the line of one of them, and how peers follow from a rank.

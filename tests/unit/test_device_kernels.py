@@ -1,0 +1,217 @@
+"""The device's folds, compiled for the host, have the bits of the host's own loops."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from skips import compiler
+
+from mpicoll import kernels
+from mpicoll.runtime import device_kernels as device
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+HALVES = [np.dtype(np.float16), BFLOAT16]
+INTEGERS = [np.dtype(code) for code in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")]
+FLOATS = [np.dtype(np.float32), np.dtype(np.float64)]
+
+LOOPS: dict[str, Callable[[Any, Any], Any]] = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "LAND": np.logical_and,
+    "LOR": np.logical_or,
+    "LXOR": np.logical_xor,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    folder = tmp_path_factory.mktemp("kernels")
+    number = itertools.count()
+    command = compiler()
+    if not command:
+        pytest.skip("no C compiler")
+
+    def built(source: str) -> Any:
+        path: Path = folder / f"{next(number)}.c"
+        path.write_text(source)
+        library = path.with_suffix(".so")
+        flags = ["-O0", "-std=c99", "-Wall", "-Werror", "-Wno-parentheses", "-ffp-contract=off"]
+        flags += ["-Wno-unused-function", "-shared", "-fPIC"]
+        subprocess.run([command, *flags, "-o", library, path], check=True, timeout=120)
+        return ctypes.CDLL(str(library))
+
+    return built
+
+
+def run_fold(library: Any, dtype: Any, target: Any, operands: Sequence[Any]) -> None:
+    at = [ctypes.c_void_p(one.ctypes.data) for one in (target, *operands)]
+    library.fold(*at, ctypes.c_ulonglong(target.nbytes // device.unit(dtype)))
+
+
+def values(dtype: Any, count: int, rng: np.random.Generator) -> Any:
+    """Return any bits, small values and special ones."""
+    size = dtype.itemsize
+    wild = rng.integers(0, 256, count * size, np.uint8).view(dtype)
+    if dtype.kind in "iu":
+        return np.where(rng.integers(0, 2, count) == 0, rng.integers(0, 3, count), wild).astype(dtype)
+    real = np.dtype(dtype.char.lower()) if dtype.kind == "c" else dtype
+    if not on_x86():
+        return rng.uniform(-2, 2, parts.size).astype(real).view(dtype)
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.5], np.float32).astype(real)
+    parts = wild.view(real)
+    few = special[rng.integers(0, special.size, parts.size)]
+    return np.where(rng.integers(0, 2, parts.size) == 0, few, parts).astype(real).view(dtype)
+
+
+def on_x86() -> bool:
+    """Whether NumPy's loops settle signs of zeros and NaNs as the kernels do."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def same(one: Any, other: Any) -> bool:
+    return np.array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+def cases() -> list[Any]:
+    every = [(name, dtype) for dtype in (*INTEGERS, *FLOATS) for name in LOOPS]
+    every += [("SUM", np.dtype(np.complex64)), ("SUM", np.dtype(np.complex128))]
+    every += [(name, np.dtype(np.bool_)) for name in ("LAND", "LOR", "LXOR")]
+    return [
+        pytest.param(*case, id=f"{case[0]} {case[1]}") for case in every if device.supported(*case)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), cases())
+def test_fold_has_the_bits_of_numpy(name: str, dtype: Any, build: Callable[[str], Any]) -> None:
+    rng = np.random.default_rng(1)
+    for count in (2, 5):
+        library = build(device.fold_source(name, dtype, count))
+        for items, shift in ((1, 0), (37, 0), (64, 0), (37, 1)):
+            operands = [values(dtype, items + shift, rng)[shift:] for _ in range(count)]
+            expected = operands[0]
+            with np.errstate(all="ignore"):
+                for operand in operands[1:]:
+                    expected = LOOPS[name](expected, operand).astype(dtype)
+            target = operands[1].copy()
+            run_fold(library, dtype, target, operands)
+            assert same(target, expected)
+            run_fold(library, dtype, operands[1], operands)
+            assert same(operands[1], expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", ["SUM", "PROD", "MAX", "MIN"])
+def test_fold_of_halves_has_the_bits_of_the_host_kernels(
+    name: str, dtype: Any, build: Callable[[str], Any]
+) -> None:
+    half = kernels.half(dtype)
+    assert half is not None
+    every = np.arange(1 << 16, dtype=np.uint16)
+    rng = np.random.default_rng(2)
+    for count in (2, 3, 7):
+        library = build(device.fold_source(name, dtype, count))
+        operands = [every, *(rng.permutation(every) for _ in range(count - 1))]
+        expected, target = np.empty_like(every), np.empty_like(every)
+        half.reduce(name, expected.view(np.uint8), [one.view(np.uint8) for one in operands])
+        run_fold(library, dtype, target, operands)
+        assert same(target, expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_mean_of_halves_is_divided_before_it_is_rounded(
+    dtype: Any, build: Callable[[str], Any]
+) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16)
+    operands = [every.view(dtype), np.random.default_rng(3).permutation(every).view(dtype)]
+    with np.errstate(all="ignore"):
+        total = operands[0].astype(np.float32) + operands[1].astype(np.float32)
+        expected = (total / np.float32(2)).astype(dtype)
+    target = np.empty_like(expected)
+    run_fold(build(device.fold_source("SUM", dtype, 2, 2)), dtype, target, operands)
+    number = ~np.isnan(expected)
+    assert same(target[number], expected[number])
+    assert np.isnan(target[~number]).all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [*INTEGERS, *FLOATS, *HALVES, np.dtype(np.complex64)], ids=str
+)
+def test_division(dtype: Any, build: Callable[[str], Any]) -> None:
+    given = values(dtype, 97, np.random.default_rng(4))
+    library = build(device.divide_source(dtype))
+    for size in (1, 3, 200):
+        target = given.copy()
+        library.divide(
+            ctypes.c_void_p(target.ctypes.data),
+            ctypes.c_ulonglong(target.nbytes // device.unit(dtype)),
+            ctypes.c_longlong(size),
+        )
+        with np.errstate(all="ignore"):
+            if dtype.kind in "iu":
+                expected = np.array([_truncated(int(one), size) for one in given], dtype)
+            elif dtype.kind == "c":
+                expected = (given.view(np.float32) / np.float32(size)).view(dtype)
+            elif dtype.itemsize == 2:
+                expected = (given.astype(np.float32) / np.float32(size)).astype(dtype)
+                number = ~np.isnan(expected)
+                target, expected = target[number], expected[number]
+            else:
+                expected = given / dtype.type(size)
+        assert same(target, expected)
+
+
+def _truncated(value: int, size: int) -> int:
+    return abs(value) // size * (1 if value >= 0 else -1)
+
+
+def test_gather_and_scatter_leave_gaps_alone(build: Callable[[str], Any]) -> None:
+    from mpicoll.runtime.staging import NOWHERE
+
+    library = build(device.move_source(NOWHERE))
+    source = np.arange(48, dtype=np.uint8)
+    positions = np.array([4, 0, NOWHERE, -2], np.int64)
+    dense = np.full(12, 99, np.uint8)
+    last = (
+        ctypes.c_void_p(positions.ctypes.data),
+        ctypes.c_longlong(12),
+        ctypes.c_ulonglong(4),
+        ctypes.c_ulonglong(3),
+    )
+    begin = ctypes.c_void_p(source.ctypes.data + 4)
+    library.gather(ctypes.c_void_p(dense.ctypes.data), begin, *last)
+    assert dense.tolist() == [8, 4, 0, 2, 20, 16, 0, 14, 32, 28, 0, 26]
+    target = np.full(48, 99, np.uint8)
+    library.scatter(
+        ctypes.c_void_p(target.ctypes.data + 4), ctypes.c_void_p(dense.ctypes.data), *last
+    )
+    written = [2, 4, 8, 14, 16, 20, 26, 28, 32]
+    assert np.flatnonzero(target != 99).tolist() == written
+    assert target[written].tolist() == written
+
+
+def test_what_has_no_kernel() -> None:
+    for name, dtype in (
+        ("PROD", np.dtype(np.complex64)),
+        ("SUM", np.dtype(np.longdouble)),
+        ("LAND", np.dtype(np.float32)),
+        ("BAND", np.dtype(np.float64)),
+        ("LAND", np.dtype(np.float16)),
+        ("SUM", np.dtype(np.bool_)),
+        ("SUM", np.dtype(ml_dtypes.float8_e4m3fn)),
+        ("MINLOC", np.dtype(np.int32)),
+    ):
+        assert not device.supported(name, dtype), (name, dtype)
