@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import itertools
 import os
 import sys
@@ -37,12 +38,12 @@ from training.contrastive import Contrast
 from training.data import Data, load_data
 from training.moe import Mixture
 from training.network import Perceptron
-from training.stores import Replicated, Sharded, Sliced, TrainedStore
+from training.stores import Replicated, make_store
 from training.tasks import Classify, Task
 from training.verify import Single
 
 HIDDEN = (128, 64)
-EMBEDDING = 32
+EMBEDDING = 64
 MOMENTUM = 0.9
 CHECK_EVERY = 10  # steps between looks at the loss of all ranks
 
@@ -79,13 +80,7 @@ def make_task(
     outputs = EMBEDDING if opts.strategy == "contrastive" else data.classes
     net = Perceptron([data.x.shape[1], *HIDDEN, outputs])
     layers = net.initial(opts.seed, opts.dtype)
-    store: TrainedStore
-    if opts.strategy == "zero3":
-        store = Sliced(layers, optimizer, comm, clock)
-    elif opts.strategy in ("zero1", "zero2"):
-        store = Sharded(layers, optimizer, comm, clock, 1 if opts.strategy == "zero1" else 2)
-    else:
-        store = Replicated(layers, optimizer, comm, clock)
+    store = make_store(opts.strategy, layers, optimizer, comm, clock)
     if opts.strategy == "contrastive":
         return Contrast(net, store, data, comm, clock, opts.seed), net.widths
     return Classify(net, store, data, comm), net.widths
@@ -117,17 +112,13 @@ def train(run: Run, step: int, save: Callable[[int], None]) -> dict[str, str]:
         seen[1] += len(rows)
         samples += batch
         step += 1
-        if step % CHECK_EVERY == 0 or step == total:
+        if step % CHECK_EVERY == 0 or step in (first + 1, total):
             loss = mean_loss(comm, seen, step)
             seen = [0.0, 0]
-
-        def text() -> str:
-            nonlocal shown, before
+        if progress.due(step):
             times = clock.split.since(before).per_step(step - shown)
             shown, before = step, clock.split.since(Split())
-            return f"epoch {epoch + 1}, loss {loss:.4f}, {times}"
-
-        progress.show(step, text)
+            progress.show(step, f"epoch {epoch + 1}, loss {loss:.4f}, {times}")
         if opts.checkpoint and (step % opts.checkpoint_every == 0 or step == total):
             save(step)
     progress.close()
@@ -150,16 +141,13 @@ def verified(run: Run, rows: Any) -> Iterator[None]:
     comm, store = run.comm, run.task.store
     parts = comm.gather(rows, root=0)
     before = {name: array.copy() for name, array in store.whole().items()}
-    if isinstance(store, Replicated):
-        # The optimizer overwrites gradients, so they are taken when they arrive.
-        taken = store.take_gradients()
-    else:
-        taken = None
     yield
+    # Sums that the optimizer has left as they are.
+    gradients = store.parallel.gradients if isinstance(store, Replicated) else None
     after = store.whole()
     problem = None
     if run.single is not None and parts is not None:
-        problem = run.single.step(np.concatenate(parts), before, taken, after)
+        problem = run.single.step(np.concatenate(parts), before, gradients, after)
     problem = broadcast_object(problem, comm)
     if problem is not None:
         leave(comm, f"--verify: {problem}")
@@ -202,3 +190,130 @@ def identical(comm: mpicoll.Comm, own: bytes) -> bool:
     digests = np.empty((comm.size, len(own)), np.uint8)
     comm.Allgather(np.frombuffer(own, np.uint8), digests)
     return bool((digests == digests[0]).all())
+
+
+def positive(text: str) -> int:
+    """Read an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def natural(text: str) -> int:
+    """Read an integer of at least 0."""
+    return positive(text) if int(text) else 0
+
+
+def rate(text: str) -> float:
+    """Read a learning rate."""
+    return SGD(float(text)).lr
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    about = str(__doc__).split("\n\n")
+    reached = ", ".join(f"{name} {value:.2f}" for name, value in ACCURACY.items())
+    parser = argparse.ArgumentParser(
+        "train.py",
+        description=about[0],
+        epilog=f"{about[3].strip()} Test accuracy on the digits, at least: {reached}.",
+    )
+    add = parser.add_argument
+    add("--strategy", choices=ACCURACY, default="ddp", metavar="NAME", help="see below (ddp)")
+    add("--verify", action="store_true", help="compare each step with one process (ddp, zero)")
+    add("--data", type=Path, metavar="FILE.npz", help="samples x and labels y (the digits)")
+    add("--epochs", type=positive, help="passes over the data (30; contrastive: 60)")
+    add("--steps", type=positive, help="stop after that many batches")
+    add("--batch", type=positive, help="samples of a batch, all ranks (64; contrastive: 128)")
+    add("--lr", type=rate, help="learning rate (0.05; contrastive: 0.1)")
+    add("--seed", type=natural, default=1, help="of parameters and shuffles (%(default)s)")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="(%(default)s)")
+    add("--algorithm", metavar="NAME", help="of every Allreduce (chosen by size)")
+    add("--checkpoint", type=Path, metavar="FILE", help="resume from it, and keep it up to date")
+    add("--checkpoint-every", type=positive, default=100, metavar="STEPS", help="(%(default)s)")
+    return parser
+
+
+def read_options(comm: MPI.Intracomm) -> argparse.Namespace:
+    """Read the command line: every rank alike, and rank 0 alone speaks about it."""
+    parser = make_parser()
+    with contextlib.ExitStack() as stack:
+        if comm.rank != 0:
+            silence = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(silence))
+            stack.enter_context(contextlib.redirect_stderr(silence))
+        try:
+            opts = parser.parse_args()
+            if opts.verify and opts.strategy not in VERIFIED:
+                parser.error(f"--verify is for {', '.join(VERIFIED)}, not {opts.strategy}")
+        except SystemExit:
+            comm.Barrier()  # as in leave
+            raise
+    contrastive = opts.strategy == "contrastive"
+    opts.epochs = opts.epochs or (60 if contrastive else 30)
+    opts.batch = opts.batch or (128 if contrastive else 64)
+    if opts.lr is None:
+        opts.lr = 0.1 if contrastive else 0.05
+    return opts
+
+
+def wrap(opts: argparse.Namespace) -> mpicoll.Comm:
+    """Return the world with our collectives; the algorithm is a setting of rank 0."""
+    if opts.algorithm:
+        os.environ["MPICOLL_ALLREDUCE"] = opts.algorithm
+    try:
+        return mpicoll.Comm(MPI.COMM_WORLD)
+    except ValueError as error:  # no such algorithm: every rank is told so alike
+        if MPI.COMM_WORLD.rank == 0:
+            print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Barrier()
+        raise SystemExit(1) from None
+
+
+def resumed(
+    comm: mpicoll.Comm, task: Task, opts: argparse.Namespace, config: dict[str, Any]
+) -> int:
+    """Load the checkpoint, if there is one, and return its step."""
+    step = task.store.load(opts.checkpoint, config) if opts.checkpoint else 0
+    if step and opts.verify:
+        leave(comm, "--verify begins at step 0: leave out --checkpoint, or give a new one")
+    return step
+
+
+def main() -> int:
+    """Run the job and return its exit status."""
+    mpicoll.abort_on_exception()
+    np.seterr(over="ignore", invalid="ignore")  # the loss shows it, once
+    opts = read_options(MPI.COMM_WORLD)
+    comm = wrap(opts)
+    clock = Clock()
+    data = load_data(comm, opts.data, opts.dtype)
+    task, widths = make_task(comm, data, opts, clock)
+    names = ("strategy", "dtype", "batch", "seed", "lr", "algorithm")
+    config = {"data": data.digest, "layers": widths, "ranks": comm.size}
+    config |= {name: getattr(opts, name) for name in names}
+    step = resumed(comm, task, opts, config)
+    say(comm, f"{len(data.y)} samples on {comm.size} rank(s), {opts.strategy}, from step {step}")
+    single = None
+    if opts.verify and isinstance(task, Classify):
+        single = Single(task.net, SGD(opts.lr, MOMENTUM), data)
+    run = Run(comm, task, data, opts, clock, single)
+    speeds = train(run, step, lambda step: task.store.save(opts.checkpoint, config, step))
+    correct = task.accuracy()
+    own = digest(task.store.whole())
+    same = identical(comm, own)
+    task.store.free()
+    table = {
+        "test accuracy": f"{correct:.4f}",
+        **speeds,
+        **(single.table() if single else {}),
+        "parameters identical on all ranks": "yes" if same else "NO",
+        "sha256 of the parameters": own.hex()[:16],
+    }
+    say(comm, "\n".join(f"{name + ':':36}{value}" for name, value in table.items()))
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

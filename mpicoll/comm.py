@@ -44,7 +44,8 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
 
     ``timeout`` (seconds, 0 for none) is the time limit of every call on it, ``check=True``
     makes the ranks compare their calls, ``progress="thread"`` drives non-blocking calls by
-    a thread; all ranks must pass the same. What is left out stays as it is: as the
+    a thread, ``memory`` says where buffers mostly are, which keys the tuning table; all
+    ranks must pass the same. What is left out stays as it is: as the
     environment has it, or the communicator that this one is derived from.
 
     Raises TypeError for anything but an intracommunicator; SettingError, on every rank,
@@ -59,9 +60,10 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
         timeout: float | None = None,
         check: bool | None = None,
         progress: Literal["thread"] | None = None,
+        memory: Literal["host", "device"] | None = None,
     ) -> Comm:
         """Wrap ``comm``; without one make a null communicator, as mpi4py does."""
-        wishes = _wishes(timeout, check, progress)
+        wishes = _wishes(timeout, check, progress, memory)
         if not (comm is None or isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
             raise TypeError(
                 f"Comm wraps intracommunicators, got {type(comm).__name__}; an "
@@ -185,7 +187,9 @@ class Distgraphcomm(MPI.Distgraphcomm, Comm):  # type: ignore[misc]
     """A distributed-graph communicator whose collectives are mpicoll's."""
 
 
-def _wishes(timeout: float | None, check: bool | None, progress: str | None) -> dict[str, Any]:
+def _wishes(
+    timeout: float | None, check: bool | None, progress: str | None, memory: str | None
+) -> dict[str, Any]:
     """Return the settings that a wrap asks for."""
     wishes: dict[str, Any] = {}
     if timeout is not None:
@@ -196,6 +200,10 @@ def _wishes(timeout: float | None, check: bool | None, progress: str | None) -> 
         if progress != "thread":
             raise ValueError(f"progress={progress!r}; known: None, 'thread'")
         wishes["progress"] = progress
+    if memory is not None:
+        if memory not in ("host", "device"):
+            raise ValueError(f"memory={memory!r}; known: None, 'host', 'device'")
+        wishes["memory"] = memory
     return wishes
 
 

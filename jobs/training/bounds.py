@@ -83,6 +83,9 @@ class Bounded(np.lib.mixins.NDArrayOperatorsMixin):
             return Bounded(other, 0.0, self.form)
         return Bounded(np.float64(other), self.form.unit * abs(other), self.form)
 
+    def __getitem__(self, at: Any) -> Bounded:
+        return Bounded(self.value[at], self.error[at], self.form)
+
     def __len__(self) -> int:
         return len(self.value)
 

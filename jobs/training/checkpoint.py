@@ -57,8 +57,11 @@ def write(path: Path, config: Config, step: int, arrays: Mapping[str, Array]) ->
     """Replace the checkpoint."""
 
     def fill(file: BinaryIO) -> None:
-        about: dict[str, Any] = {"config": np.array(json.dumps(config)), "step": np.array(step)}
-        np.savez(file, **about, **arrays)
+        everything: dict[str, Any] = {
+            "config": np.array(json.dumps(config)),
+            "step": np.array(step),
+        }
+        np.savez(file, **everything | dict(arrays))
 
     replace(path, fill)
 

@@ -60,16 +60,17 @@ class Progress:
             self._task = self._bar.add_task("training", total=total, completed=step)
             self._bar.start()
 
-    def show(self, step: int, text: Callable[[], str]) -> None:
-        """Note that a step is done; ``text`` is asked for what there is to say about it."""
-        now = time.perf_counter()
-        if not self._shown or (now < self._next and step < self._total):
-            return
+    def due(self, step: int) -> bool:
+        """Return whether it is time to say something about a step, as about the last."""
+        return self._shown and (step == self._total or time.perf_counter() >= self._next)
+
+    def show(self, step: int, text: str) -> None:
+        """Say something about a step."""
         if self._bar:
-            self._bar.update(self._task, completed=step, description=text())
+            self._bar.update(self._task, completed=step, description=text)
         else:
-            print(f"step {step}/{self._total}, {text()}", flush=True)
-        self._next = now + (0.2 if self._bar else 2)
+            print(f"step {step}/{self._total}, {text}", flush=True)
+        self._next = time.perf_counter() + (0.2 if self._bar else 2)
 
     def close(self) -> None:
         """Give the terminal back."""

@@ -41,7 +41,9 @@ def share(comm: mpicoll.Comm, rows: Array) -> Array:
 
 def broadcast(comm: mpicoll.Comm, array: Array | None) -> Array:
     """Return rank 0's array on every rank."""
-    shape, dtype = broadcast_object(None if array is None else (array.shape, array.dtype), comm) or (
+    shape, dtype = broadcast_object(
+        None if array is None else (array.shape, array.dtype), comm
+    ) or (
         (0,),
         np.dtype(float),
     )

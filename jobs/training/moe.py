@@ -13,18 +13,18 @@ an expert has the tokens of all ranks, so its gradients are whole where it is.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 import mpicoll
-from mpicoll.parallel import SGD, ExpertDispatch
+from mpicoll.parallel import Combined, Dispatched, ExpertDispatch, FlatOptimizer
 from training import checkpoint
 from training.clock import Clock
 from training.console import on_root
 from training.data import Data, share
 from training.network import Layers, log_loss, one_hot, softmax
-from training.stores import Momentum, Replicated, load_arrays
+from training.stores import Replicated, Whole, load_arrays
 from training.tasks import summed
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -72,7 +72,7 @@ class MixtureStore(Replicated):
     def __init__(
         self,
         layers: Layers,
-        optimizer: SGD,
+        optimizer: FlatOptimizer,
         comm: mpicoll.Comm,
         clock: Clock,
         dispatch: ExpertDispatch,
@@ -82,7 +82,7 @@ class MixtureStore(Replicated):
         super().__init__(layers, optimizer, comm, clock)
         self._mine = dispatch.mine
         self.experts = {n: initial_expert(seed, n, dtype) for n in dispatch.mine}
-        self._own = Momentum(
+        self._own = Whole(
             {f"expert{n}.{name}": a for n, one in self.experts.items() for name, a in one.items()},
             optimizer,
         )
@@ -99,17 +99,32 @@ class MixtureStore(Replicated):
         return params
 
     def save(self, path: Path, config: checkpoint.Config, step: int) -> None:
-        arrays = self.momentum.arrays()
+        arrays = self.trained.arrays()
         for part in self.comm.gather(self._own.arrays(), root=0) or ():
             arrays |= part
         on_root(self.comm, lambda: checkpoint.write(path, config, step, arrays))
 
     def load(self, path: Path, config: checkpoint.Config) -> int:
-        step, arrays = load_arrays(self.comm, path, config, self.momentum.arrays())
+        step, arrays = load_arrays(self.comm, path, config, self.trained.arrays())
         if step:
             for name, array in self._own.arrays().items():
                 array[...] = arrays[name]
         return step
+
+
+class Values(NamedTuple):
+    """What forward has computed and backward needs; names as in the formulas."""
+
+    h: Array
+    p: Array
+    chosen: Array
+    w: Array
+    total: Array
+    sent: Dispatched
+    inner: dict[int, Array]
+    combined: Combined
+    m: Array
+    logits: Array
 
 
 class Mixture:
@@ -118,7 +133,7 @@ class Mixture:
     def __init__(
         self,
         data: Data,
-        optimizer: SGD,
+        optimizer: FlatOptimizer,
         comm: mpicoll.Comm,
         clock: Clock,
         seed: int,
@@ -137,13 +152,13 @@ class Mixture:
 
     def accuracy(self) -> float:
         rows = share(self._comm, np.arange(len(self._data.y_test)))
-        logits = self._forward(self._data.x_test[rows])["logits"]
+        logits = self._forward(self._data.x_test[rows]).logits
         right = int((logits.argmax(axis=1) == self._data.y_test[rows]).sum())
         return summed(self._comm, right) / len(self._data.y_test)
 
     # -- the network ------------------------------------------------------------------
 
-    def _forward(self, x: Array) -> dict[str, Any]:
+    def _forward(self, x: Array) -> Values:
         """Return every value that backward needs."""
         layers = self._layers
         h = np.maximum(x @ layers["input"]["weight"] + layers["input"]["bias"], 0)
@@ -162,42 +177,39 @@ class Mixture:
         with self._clock.communication(under_way=False):
             combined = sent.combine(outputs)
         m = h + combined.tokens
-        return {
-            **{"h": h, "p": p, "chosen": chosen, "w": top / total, "total": total, "sent": sent},
-            **{"inner": inner, "combined": combined, "m": m},
-            "logits": m @ layers["head"]["weight"] + layers["head"]["bias"],
-        }
+        logits = m @ layers["head"]["weight"] + layers["head"]["bias"]
+        return Values(h, p, chosen, top / total, total, sent, inner, combined, m, logits)
 
     def backward(self, x: Array, y: Array, batch: int) -> float:
         """Hand over all gradients of this rank's share; return its summed cross-entropy."""
         v = self._forward(x)
         layers, store = self._layers, self.store
-        chances = softmax(v["logits"])
+        chances = softmax(v.logits)
         delta = (chances - one_hot(y, chances.shape[1], chances.dtype)) / batch
-        store.ready("head", {"weight": v["m"].T @ delta, "bias": delta.sum(axis=0)})
+        store.ready("head", {"weight": v.m.T @ delta, "bias": delta.sum(axis=0)})
         by_m = delta @ layers["head"]["weight"].T
         with self._clock.communication(under_way=True):
-            by_output, by_w = v["combined"].backward(by_m)
+            by_output, by_w = v.combined.backward(by_m)
         by_tokens = self._experts_backward(v, by_output)
         with self._clock.communication(under_way=True):
-            by_h = by_m + v["sent"].backward(by_tokens)
-            balance = self.dispatch.balance_loss(v["p"], v["chosen"], BALANCE)
+            by_h = by_m + v.sent.backward(by_tokens)
+            balance = self.dispatch.balance_loss(v.p, v.chosen, BALANCE)
         by_p = balance.gradient
-        by_top = (by_w - (by_w * v["w"]).sum(axis=1, keepdims=True)) / v["total"]
+        by_top = (by_w - (by_w * v.w).sum(axis=1, keepdims=True)) / v.total
         for choice in range(CHOICES):
-            by_p[np.arange(len(x)), v["chosen"][:, choice]] += by_top[:, choice]
-        by_score = v["p"] * (by_p - (by_p * v["p"]).sum(axis=1, keepdims=True))
-        store.ready("router", {"weight": v["h"].T @ by_score})
-        by_h = (by_h + by_score @ layers["router"]["weight"].T) * np.heaviside(v["h"], 0)
+            by_p[np.arange(len(x)), v.chosen[:, choice]] += by_top[:, choice]
+        by_score = v.p * (by_p - (by_p * v.p).sum(axis=1, keepdims=True))
+        store.ready("router", {"weight": v.h.T @ by_score})
+        by_h = (by_h + by_score @ layers["router"]["weight"].T) * np.heaviside(v.h, 0)
         store.ready("input", {"weight": x.T @ by_h, "bias": by_h.sum(axis=0)})
         return log_loss(chances, y)
 
-    def _experts_backward(self, v: dict[str, Any], by_output: Array) -> Array:
+    def _experts_backward(self, v: Values, by_output: Array) -> Array:
         """Keep the gradients of this rank's experts; return that of their tokens."""
-        sent = v["sent"]
+        sent = v.sent
         by_tokens = np.empty_like(sent.tokens)
         for expert, part in sent:
-            one, inner, delta = self.store.experts[expert], v["inner"][expert], by_output[part]
+            one, inner, delta = self.store.experts[expert], v.inner[expert], by_output[part]
             by_inner = delta @ one["weight2"].T * np.heaviside(inner, 0)
             by_tokens[part] = by_inner @ one["weight1"].T
             self.store.expert_gradients |= {

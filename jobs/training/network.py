@@ -69,7 +69,8 @@ class Perceptron:
 def softmax(logits: Array) -> Array:
     """Return the chances of every row's classes."""
     chances: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return chances / chances.sum(axis=1, keepdims=True)
+    chances = chances / chances.sum(axis=1, keepdims=True)
+    return chances
 
 
 def one_hot(y: Array, classes: int, dtype: Any) -> Array:

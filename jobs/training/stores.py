@@ -8,7 +8,7 @@ need no weights; where a store averages over ranks, ``scale`` makes up for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -16,8 +16,8 @@ import numpy as np
 
 import mpicoll
 from mpicoll.parallel import (
-    SGD,
     DataParallel,
+    FlatOptimizer,
     SavedStateError,
     ShardedOptimizer,
     ShardedParameters,
@@ -55,25 +55,29 @@ class TrainedStore(Store, Protocol):
         """Free communicators."""
 
 
-class Momentum:
-    """Momentum of whole arrays, updated by the rule that the shards are updated by."""
+class Whole:
+    """Whole arrays and their optimizer's state, updated as shards are."""
 
-    def __init__(self, params: Mapping[str, Array], optimizer: SGD) -> None:
+    def __init__(self, params: Mapping[str, Array], optimizer: FlatOptimizer) -> None:
         self.params, self._optimizer, self._steps = params, optimizer, 0
-        self.velocity = {name: np.zeros_like(array) for name, array in params.items()}
+        self.state = {
+            name: {slot: np.zeros(array.size, array.dtype) for slot in optimizer.slots}
+            for name, array in params.items()
+        }
 
     def update(self, gradients: Mapping[str, Array]) -> None:
         """Take a step; the gradients may be overwritten."""
         self._steps += 1
         for name, param in self.params.items():
-            state = {"velocity": self.velocity[name].reshape(-1)}
-            gradient = gradients[name].reshape(-1)
-            self._optimizer.update(param.reshape(-1), gradient, state, self._steps)
+            flat, gradient = param.reshape(-1), gradients[name].reshape(-1)
+            self._optimizer.update(flat, gradient, self.state[name], self._steps)
 
     def arrays(self) -> dict[str, Array]:
         """Return what a checkpoint keeps."""
         kept = {f"value:{name}": array for name, array in self.params.items()}
-        return kept | {f"velocity:{name}": array for name, array in self.velocity.items()}
+        for name, slots in self.state.items():
+            kept |= {f"{slot}:{name}": array for slot, array in slots.items()}
+        return kept
 
 
 class Replicated:
@@ -81,11 +85,13 @@ class Replicated:
 
     scale = 1.0
 
-    def __init__(self, layers: Layers, optimizer: SGD, comm: mpicoll.Comm, clock: Clock) -> None:
+    def __init__(
+        self, layers: Layers, optimizer: FlatOptimizer, comm: mpicoll.Comm, clock: Clock
+    ) -> None:
         self._layers, self._clock = layers, clock
         params = {f"{at}.{name}": a for at, one in layers.items() for name, a in one.items()}
         self.parallel = DataParallel(params, comm, BUCKET_BYTES, op="sum")
-        self.momentum = Momentum(params, optimizer)
+        self.trained = Whole(params, optimizer)
         self.comm = comm
 
     def layer(self, name: str) -> AbstractContextManager[Mapping[str, Array]]:
@@ -99,18 +105,16 @@ class Replicated:
     def step(self) -> None:
         with self._clock.communication(under_way=False):
             gradients = self.parallel.finish()
-        self.momentum.update(gradients)
+        self.trained.update(gradients)
 
     def whole(self) -> dict[str, Array]:
         return dict(self.parallel.params)
 
     def save(self, path: Path, config: checkpoint.Config, step: int) -> None:
-        on_root(
-            self.comm, lambda: checkpoint.write(path, config, step, self.momentum.arrays())
-        )
+        on_root(self.comm, lambda: checkpoint.write(path, config, step, self.trained.arrays()))
 
     def load(self, path: Path, config: checkpoint.Config) -> int:
-        step, _ = load_arrays(self.comm, path, config, self.momentum.arrays())
+        step, _ = load_arrays(self.comm, path, config, self.trained.arrays())
         return step
 
     def free(self) -> None:
@@ -136,21 +140,22 @@ def load_arrays(
     return step, arrays
 
 
-class TimedSGD(SGD):
-    """SGD whose time counts as computing, within a step that counts as communication."""
+class Timed:
+    """An optimizer whose time counts as computing, within a step that communicates."""
 
-    clock: Clock
+    def __init__(self, optimizer: FlatOptimizer, clock: Clock) -> None:
+        self._optimizer, self._clock = optimizer, clock
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return self._optimizer.slots
+
+    def settings(self) -> dict[str, Any]:
+        return self._optimizer.settings()
 
     def update(self, value: Array, gradient: Array, state: dict[str, Array], step: int) -> None:
-        with self.clock.computing():
-            super().update(value, gradient, state, step)
-
-
-def timed(optimizer: SGD, clock: Clock) -> TimedSGD:
-    """Return the same optimizer, timed."""
-    result = TimedSGD(optimizer.lr, optimizer.momentum)
-    result.clock = clock
-    return result
+        with self._clock.computing():
+            self._optimizer.update(value, gradient, state, step)
 
 
 class _Zero:
@@ -189,7 +194,7 @@ class Sharded(_Zero):
     def __init__(
         self,
         layers: Layers,
-        optimizer: SGD,
+        optimizer: FlatOptimizer,
         comm: mpicoll.Comm,
         clock: Clock,
         stage: Literal[1, 2],
@@ -198,7 +203,7 @@ class Sharded(_Zero):
         self.scale = float(comm.size)
         params = {f"{at}.{name}": a for at, one in layers.items() for name, a in one.items()}
         self.sharded: ShardedOptimizer = ShardedOptimizer(
-            params, timed(optimizer, clock), comm, stage=stage, bucket_bytes=BUCKET_BYTES
+            params, Timed(optimizer, clock), comm, stage=stage, bucket_bytes=BUCKET_BYTES
         )
         self._params = params
         self._travels = stage == 2
@@ -219,21 +224,18 @@ class Sliced(_Zero):
     """zero3: a shard of everything; a layer is gathered before it is used, and the next ahead."""
 
     def __init__(
-        self, layers: Layers, optimizer: SGD, comm: mpicoll.Comm, clock: Clock
+        self, layers: Layers, optimizer: FlatOptimizer, comm: mpicoll.Comm, clock: Clock
     ) -> None:
         self.comm, self._clock = comm, clock
         self.scale = float(comm.size)
-        self.sharded: ShardedParameters = ShardedParameters(layers, timed(optimizer, clock), comm)
+        self.sharded: ShardedParameters = ShardedParameters(layers, Timed(optimizer, clock), comm)
 
     @contextmanager
     def layer(self, name: str) -> Iterator[Mapping[str, Array]]:
-        with self._clock.communication(under_way=True):
-            gathered = self.sharded.gather(name)
-            arrays = gathered.__enter__()
-        try:
+        with ExitStack() as stack:
+            with self._clock.communication(under_way=True):
+                arrays = stack.enter_context(self.sharded.gather(name))
             yield arrays
-        finally:
-            gathered.__exit__(None, None, None)
 
     def ready(self, layer: str, gradients: Mapping[str, Array]) -> None:
         with self._clock.communication(under_way=True):
@@ -245,3 +247,14 @@ class Sliced(_Zero):
             with self.sharded.gather(layer) as arrays:
                 params |= {f"{layer}.{name}": array.copy() for name, array in arrays.items()}
         return params
+
+
+def make_store(
+    strategy: str, layers: Layers, optimizer: FlatOptimizer, comm: mpicoll.Comm, clock: Clock
+) -> TrainedStore:
+    """Return the store of a strategy; collective."""
+    if strategy == "zero3":
+        return Sliced(layers, optimizer, comm, clock)
+    if strategy in ("zero1", "zero2"):
+        return Sharded(layers, optimizer, comm, clock, 1 if strategy == "zero1" else 2)
+    return Replicated(layers, optimizer, comm, clock)

@@ -18,7 +18,9 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 class Task(Protocol):
     """A network, its store and its loss; the methods are collective."""
 
-    store: TrainedStore
+    @property
+    def store(self) -> TrainedStore:
+        """Where the parameters are."""
 
     def learn(self, rows: Array, batch: int, epoch: int) -> float:
         """Take a step with this rank's rows of a batch; return the summed loss of the rows."""

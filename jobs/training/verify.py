@@ -71,10 +71,11 @@ class Worst:
         difference = np.abs(actual.astype(np.float64) - expected)
         limit = 2 * bound.error
         with np.errstate(divide="ignore", invalid="ignore"):
-            shares = np.where(difference > 0, difference / limit, 0.0)
-        # Not a number must not pass for a small one.
+            shares = np.where(difference == 0, 0.0, difference / limit)
+        # What is not a number must not pass for a small one.
         share = float(np.where(np.isnan(shares), np.inf, shares).max(initial=0.0))
-        self.difference = max(self.difference, float(difference.max(initial=0.0)))
+        largest = float(np.where(np.isnan(difference), np.inf, difference).max(initial=0.0))
+        self.difference = max(self.difference, largest)
         if share > self.share:
             self.share, self.of = share, what
 

@@ -19,7 +19,7 @@ from mpicoll.schedule.ir import Call, Schedule
 Build: TypeAlias = Callable[[Call], Schedule]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # there is one of each, and it is hashed in every call
 class Algorithm:
     """A named way to run a collective.
 

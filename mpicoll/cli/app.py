@@ -9,7 +9,7 @@ import click
 from mpicoll._version import __version__
 
 #: Sub-commands in the order of --help; each is a click command in its module.
-COMMANDS = ("demo", "explain", "bench", "validate", "doctor", "trace")
+COMMANDS = ("demo", "explain", "bench", "tune", "validate", "doctor", "trace")
 
 
 class App(click.Group):
@@ -47,6 +47,7 @@ def app() -> None:
       mpicoll demo allreduce                  what each rank holds, before and after
       mpicoll explain allreduce -n 8          who sends what to whom, and what it costs
       mpiexec -n 8 mpicoll bench allreduce    time it against the MPI's own
+      mpiexec -n 8 mpicoll tune               measure what is fastest, for MPICOLL_TUNING
       mpiexec -n 8 mpicoll validate           is everything right on this machine?
       mpiexec -n 8 mpicoll doctor             what is this machine?
       mpicoll trace DIR                       who waited for whom, from MPICOLL_TRACE=DIR

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
+from rich.console import Console
 
 from mpicoll.algorithms import find, names
-from mpicoll.cli.bench_report import AGAIN, NATIVE, add_rows, conclude, table
-from mpicoll.cli.common import (
-    Name,
-    Sizes,
-    console,
-    json_option,
-    refuse,
-    write_json,
-)
+from mpicoll.cli.bench_report import FORMS, RIVALS, add_rows, conclude, show_limit, table
+from mpicoll.cli.common import Name, Sizes, console, json_option, refuse, write_json
 from mpicoll.schedule.contracts import COLLECTIVES
-from mpicoll.selection.choose import Wanted, unfit
 
 if TYPE_CHECKING:
-    from mpicoll.cli.cases import Case, Shape
-    from mpicoll.cli.timing import Contender
+    from mpicoll.cli.bench_rivals import Rival
+    from mpicoll.cli.bench_run import Race
     from mpicoll.comm import Comm
 
-DTYPES = ("float64", "float32", "float16", "int64", "int32", "int8", "complex128")
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64"),
+    *("int64", "int32", "int16", "int8", "uint8"),
+)
+_OF_A_STUDY = frozenset(("study", "compare", "device", "repeats", "seconds", "json_file"))
+
+
+class Rivals(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Names of rivals with commas between them, or none."""
+
+    name = "rivals"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: Any) -> tuple[str, ...]:
+        """Return the names, each once."""
+        if isinstance(value, tuple):
+            return value
+        found = tuple(dict.fromkeys(word.strip().lower() for word in str(value).split(",")))
+        for word in found:
+            if word not in (*RIVALS, "none") or (word == "none" and len(found) > 1):
+                known = ", ".join(RIVALS)
+                self.fail(f"{value!r}: expected some of {known} with commas, or none", param, ctx)
+        return () if found == ("none",) else found
 
 
 @click.command()
-@click.argument("collectives", nargs=-1, required=True, type=Name([*COLLECTIVES, "all"]))
+@click.argument("collectives", nargs=-1, type=Name([*COLLECTIVES, "all"]))
 @click.option(
     "--sizes",
     default="8:4M",
@@ -45,9 +62,15 @@ DTYPES = ("float64", "float32", "float16", "int64", "int32", "int8", "complex128
     help="auto, all, or names: ring,direct.",
 )
 @click.option(
-    "--compare", type=click.Choice(["native", "none"]), default="native", show_default=True
+    "--compare",
+    default="native",
+    type=Rivals(),
+    show_default=True,
+    help="native (the MPI's own), gloo (of torch.distributed), both with a comma, or none.",
 )
+@click.option("--form", type=click.Choice(list(FORMS)), default="blocking", show_default=True)
 @click.option("--dtype", type=click.Choice(DTYPES), default="float64", show_default=True)
+@click.option("--device", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
 @click.option(
     "--repeats",
     default=200,
@@ -62,27 +85,42 @@ DTYPES = ("float64", "float32", "float16", "int64", "int32", "int8", "complex128
     show_default=True,
     type=click.FloatRange(0),
     metavar="S",
-    help="Time for each size; fewer rounds where one takes long, but at least 10.",
+    help="Time for each size or comparison; fewer rounds where one takes long, but at least 10.",
 )
-@click.option("--plot", metavar="FILE", help="Draw busbw and ratio (PNG, SVG or PDF).")
+@click.option(
+    "--plot",
+    metavar="FILE",
+    multiple=True,
+    help="Draw busbw and ratio (PNG, SVG or PDF); - draws in the terminal.",
+)
+@click.option("--study", is_flag=True, help="Show what decides real speed, in five comparisons.")
 @json_option
+@click.pass_context
 def bench(
+    ctx: click.Context,
+    /,
     collectives: tuple[str, ...],
     sizes: tuple[int, ...],
     algorithms: str,
-    compare: str,
+    compare: tuple[str, ...],
+    form: str,
     dtype: str,
+    device: str,
     repeats: int,
     seconds: float,
-    plot: str | None,
+    plot: tuple[str, ...],
+    study: bool,
     json_file: str | None,
 ) -> None:
-    """Time collectives: size, time, bandwidth, ratio to the MPI's own.
+    """Time collectives: size, time, bandwidth, share of the limit, ratio to rivals.
 
     \b
       mpiexec -n 8 mpicoll bench allreduce
       mpiexec -n 8 mpicoll bench allreduce bcast --sizes 1K:64M --algorithms all
       mpiexec -n 8 mpicoll bench alltoall -a pairwise,bruck --plot alltoall.png --json a.json
+      mpiexec -n 8 mpicoll bench allreduce --compare native,gloo --dtype bfloat16 --plot -
+      mpiexec -n 8 mpicoll bench allreduce --form persistent
+      mpiexec -n 8 mpicoll bench --study
 
     \b
     size     bytes of the vector on one rank, or of all blocks together
@@ -90,55 +128,69 @@ def bench(
     busbw    algbw times what makes it comparable to the wire, as nccl-tests has it:
              allreduce 2(P-1)/P; gather, scatter, allgather, reduce_scatter and
              alltoall (P-1)/P; others 1
+    share    busbw / what plain messages reach in the same run: one way for bcast,
+             reduce, gather and scatter, both ways at once for the others
     / native time divided by the MPI's own in the same round, the median over rounds, with its
              95 % interval; below 1 is faster. ≈ is within the noise of native against itself.
     """
+    _can_be_done(ctx, collectives, device, study)
     wanted = tuple(COLLECTIVES) if "all" in collectives else tuple(dict.fromkeys(collectives))
-    chosen = _algorithms(wanted, algorithms)
-    if plot is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ModuleNotFoundError:
-            refuse("--plot needs Matplotlib: pip install 'mpicoll[plot]'")
+    chosen = _algorithms(wanted, algorithms) if wanted else {}
+    pictures = [file for file in plot if file != "-"]
+    if pictures:
+        _need_matplotlib()
+    from mpicoll.cli.bench_rivals import open_rivals
+    from mpicoll.cli.bench_run import Race
     from mpicoll.cli.facts import gather_facts, header
-    from mpicoll.cli.timing import FEWEST, POLICY, WARM_UP
     from mpicoll.cli.world import open_world
 
-    comm = open_world(json_file, plot)
+    comm = open_world(json_file, *pictures)
     screen = console(json_file)
-    facts = gather_facts(comm)
-    for line in header(facts):
-        screen.print(line)
-    rounds = f"at most {repeats} rounds or {seconds:g} s a size, at least {min(FEWEST, repeats)}"
-    screen.print(f"\n[dim]{POLICY} {WARM_UP} calls to warm up, {rounds}; {dtype}.[/dim]\n")
-    results: list[dict[str, Any]] = []
-    for name in wanted:
-        board = table(compare == "native")
-        rows: list[dict[str, Any]] = []
-        for shape in _shapes(name, comm.size, sizes, dtype):
-            found = _measure(comm, shape, chosen[name], compare, repeats, seconds)
-            add_rows(board, found)
-            rows += found
-        results += rows
-        screen.print(f"[bold]{name}[/bold], {comm.size} rank{'s' * (comm.size != 1)}")
-        screen.print(board)
-        conclude(screen, rows)
-    if plot is not None and comm.rank == 0:
-        from mpicoll.cli.bench_plot import draw
+    race = Race(form, dtype, seconds, repeats)
+    with ExitStack() as stack:
+        rivals = open_rivals(comm, compare, stack)
+        facts = gather_facts(comm)
+        for line in header(facts):
+            screen.print(line)
+        policy = _policy(screen, race, "comparison" if study else "size")
+        data: dict[str, Any] = {"environment": facts, "policy": policy}
+        if study:
+            from mpicoll.cli.bench_study import run_studies
 
-        draw(results, header(facts), Path(plot))
-        screen.print(f"{plot}: busbw and ratio by size")
-    write_json(
-        json_file,
-        "bench",
-        {
-            "environment": facts,
-            "policy": {"text": POLICY, "warm_up": WARM_UP, "repeats": repeats, "seconds": seconds},
-            "results": results,
-        },
-    )
-    if comm.bcast(any(row["fault"] for row in results), root=0):
+            data["studies"] = run_studies(screen, comm, bool(rivals), seconds, repeats)
+        else:
+            data |= _tables(screen, comm, chosen, sizes, rivals, race, "-" in plot)
+    if comm.rank == 0:
+        _draw(screen, data, header(facts), pictures, compare)
+    write_json(json_file, "bench", data)
+    if _faults(data):
         raise click.exceptions.Exit(1)
+
+
+def _can_be_done(
+    ctx: click.Context, collectives: tuple[str, ...], device: str, study: bool
+) -> None:
+    """Refuse what does not go together, or not yet."""
+    if device != "host":
+        refuse(
+            f"--device {device}: collectives on device memory are not there yet; "
+            "host is what can be timed"
+        )
+    if not study:
+        if not collectives:
+            raise click.MissingParameter(ctx=ctx, param=ctx.command.params[0])
+        return
+    given = [
+        "COLLECTIVE" if name == "collectives" else f"--{name}"
+        for name in ctx.params
+        if name not in _OF_A_STUDY
+        and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        and ctx.params[name] != ()
+    ]
+    if given:
+        refuse(f"--study has its own calls; leave out {', '.join(given)}")
+    if "gloo" in ctx.params["compare"]:
+        refuse("--study compares with native or none, not with gloo")
 
 
 def _algorithms(collectives: tuple[str, ...], text: str) -> dict[str, list[str]]:
@@ -155,100 +207,87 @@ def _algorithms(collectives: tuple[str, ...], text: str) -> dict[str, list[str]]
     }
 
 
-def _shapes(collective: str, size: int, sizes: tuple[int, ...], dtype: str) -> list[Shape]:
-    """Return what is timed; sizes that blocks of equal length make the same are one."""
-    import numpy as np
-
-    from mpicoll.cli.cases import even
-
-    wanted = (0,) if collective == "barrier" else sizes
-    return list(dict.fromkeys(even(collective, size, n, np.dtype(dtype)) for n in wanted))
-
-
-def _measure(
-    comm: Comm,
-    shape: Shape,
-    algorithms: list[str],
-    compare: str,
-    repeats: int,
-    seconds: float,
-) -> list[dict[str, Any]]:
-    """Time everything for one size; return a row per contender."""
-    from mpicoll.cli import timing
-    from mpicoll.cli.cases import Case, bus_factor
-    from mpicoll.cli.world import native
-
-    collective = shape.collective
-    case = Case(comm, shape)
-    contenders, labels = [], {}
-    if compare == "native":
-        _probe(comm, case)
-        for name in (NATIVE, AGAIN):
-            contenders.append(_contender(name, case, native(comm)))
-    for name in algorithms:
-        if name != "auto" and unfit(find(collective, name), Wanted(collective, comm.size)):
-            continue
-        keywords = {} if name == "auto" else {"algorithm": name}
-        contenders.append(_contender(name, case, comm, **keywords))
-        labels[name] = name if name != "auto" else f"auto: {_automatic(comm, case)}"
-    measured = timing.race(native(comm), contenders, seconds, repeats)
-    factor = bus_factor(collective, comm.size)
-    rows = []
-    for item in measured:
-        times = item.summary()
-        algbw = shape.nbytes / times["median"]
-        row: dict[str, Any] = {
-            "collective": collective,
-            "bytes": shape.nbytes,
-            "algorithm": labels.get(item.name, item.name),
-            "rounds": item.seconds.size,
-            "seconds": times,
-            "algbw": algbw,
-            "busbw": algbw * factor,
-            "fault": item.fault,
-        }
-        if compare == "native" and item.name != NATIVE:
-            base = measured[0].seconds
-            row["ratio"] = timing.ratio(item.seconds, base)
-            row["interval"] = timing.spread_of_median(item.seconds, base)
-            noise = timing.spread_of_median(measured[1].seconds, base)
-            row["verdict"] = _verdict(row["interval"], noise)
-        rows.append(row)
-    return rows
-
-
-def _probe(comm: Comm, case: Case) -> None:
-    """Refuse to compare where the MPI has no such collective, as for 16-bit floats."""
-    from mpicoll.cli.mpi import MPI
-    from mpicoll.cli.world import native
-
+def _need_matplotlib() -> None:
     try:
-        case.invoke(native(comm))
-    except (KeyError, ValueError, TypeError, MPI.Exception) as error:
-        refuse(
-            f"this MPI's own {case.shape.collective} does not take {case.shape.dtype} "
-            f"({error}); leave it out with --compare none"
-        )
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        refuse("--plot FILE needs Matplotlib: pip install 'mpicoll[plot]'; --plot - does not")
 
 
-def _contender(name: str, case: Case, comm: Any, **keywords: Any) -> Contender:
-    from mpicoll.cli.timing import Contender
+def _policy(screen: Console, race: Race, each: str) -> dict[str, Any]:
+    """Say how it is timed, and return it."""
+    from mpicoll.cli.timing import FEWEST, POLICY, WARM_UP
 
-    call = case.bound(comm, **keywords)
-    return Contender(name, call, case.poison, case.wrong)
-
-
-def _automatic(comm: Comm, case: Case) -> str:
-    """Run one call without a name and see in the counters which algorithm ran."""
-    comm.stats.reset()
-    case.invoke(comm)
-    return next(
-        (name for collective, name in comm.stats if collective == case.shape.collective), "?"
+    rounds = f"at most {race.repeats} rounds or {race.seconds:g} s a {each}"
+    screen.print(
+        f"\n[dim]{POLICY} {WARM_UP} calls to warm up, {rounds}, at least "
+        f"{min(FEWEST, race.repeats)}; {race.form}, {race.dtype}. {FORMS[race.form]}[/dim]\n"
     )
+    return {
+        "text": POLICY,
+        "warm_up": WARM_UP,
+        "repeats": race.repeats,
+        "seconds": race.seconds,
+        "form": race.form,
+        "dtype": race.dtype,
+    }
 
 
-def _verdict(interval: tuple[float, float], noise: tuple[float, float]) -> str:
-    """Return faster or slower where the interval lies outside of the noise, else same."""
-    if interval[1] < min(1.0, noise[0]):
-        return "faster"
-    return "slower" if interval[0] > max(1.0, noise[1]) else "same"
+def _tables(
+    screen: Console,
+    comm: Comm,
+    chosen: dict[str, list[str]],
+    sizes: tuple[int, ...],
+    rivals: Sequence[Rival],
+    race: Race,
+    bars: bool,
+) -> dict[str, Any]:
+    """Time and show one collective after the other; return the limit and all rows."""
+    from mpicoll.cli.bench_bars import show
+    from mpicoll.cli.bench_limit import measure_limit
+    from mpicoll.cli.bench_run import measure, shapes, taking_part
+    from mpicoll.cli.world import native
+
+    limit = measure_limit(native(comm), race.seconds, race.repeats)
+    show_limit(screen, limit)
+    results: list[dict[str, Any]] = []
+    left_out: dict[str, list[str]] = {}
+    for name, algorithms in chosen.items():
+        wanted = shapes(name, comm.size, sizes, race.dtype)
+        kept, left_out[name] = taking_part(comm, wanted[0], rivals, race.form)
+        shown = [rival.name for rival in kept]
+        board, rows = table(shown), []
+        for shape in wanted:
+            found = measure(comm, shape, algorithms, kept, race, limit)
+            add_rows(board, found, shown)
+            rows += found
+        screen.print(f"[bold]{name}[/bold], {comm.size} rank{'s' * (comm.size != 1)}")
+        screen.print(board)
+        for words in left_out[name]:
+            screen.print(f"[yellow]Timed without: {words}.[/yellow]")
+        conclude(screen, rows, shown)
+        if bars:
+            show(screen, rows, shown)
+        results += rows
+    return {"limit": limit, "left_out": left_out, "results": results}
+
+
+def _draw(
+    screen: Console,
+    data: dict[str, Any],
+    head: list[str],
+    files: Sequence[str],
+    rivals: Sequence[str],
+) -> None:
+    for file in files:
+        from mpicoll.cli.bench_plot import draw
+
+        draw(data["results"], head, Path(file), rivals, data["limit"])
+        screen.print(f"{file}: busbw and ratio by size")
+
+
+def _faults(data: dict[str, Any]) -> bool:
+    """Whether any data were wrong; what is looked at is equal on all ranks."""
+    lines = [line for study in data.get("studies", ()) for line in study["lines"]]
+    limits = list(data.get("limit", {}).values())
+    return any(one["fault"] for one in (*data.get("results", ()), *lines, *limits))

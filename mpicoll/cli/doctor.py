@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -12,7 +13,15 @@ from rich.table import Table
 from mpicoll.cli import launch
 from mpicoll.cli.common import console, json_option, write_json
 from mpicoll.errors import SettingError
-from mpicoll.selection.settings import PREFIX, SCRIPT_VARIABLES, gather, parse
+from mpicoll.selection.model import CROWDED, DEFAULT
+from mpicoll.selection.settings import (
+    PREFIX,
+    SCRIPT_VARIABLES,
+    Found,
+    Settings,
+    parse,
+    read,
+)
 
 if TYPE_CHECKING:
     from mpicoll.comm import Comm
@@ -57,14 +66,18 @@ def doctor(folder: str | None, json_file: str | None) -> None:
         return
 
     from mpicoll.cli.facts import gather_facts, kernels
+    from mpicoll.cli.mpi import MPI
+    from mpicoll.runtime.place import place
 
-    variables = gather(os.environ)
-    fault = _fault(variables)
+    variables, found = read(os.environ, place(MPI.COMM_WORLD))
+    fault = _fault(variables, found)
     comm = _world(json_file, variables if fault else {})
     facts = gather_facts(comm)
     facts |= {"kernels": kernels(), "executor": "python", "variables": _variables()}
     facts["variables"] |= variables
-    facts["settings"] = {} if fault else dict(parse(variables).algorithms)
+    settings = Settings() if fault else parse(variables, found)
+    facts["settings"] = dict(settings.algorithms)
+    facts["choice"] = _choice(settings, variables)
     advice = _advice(comm, facts, fault)
     facts["advice"] = [item._asdict() for item in advice]
     screen = console(json_file)
@@ -91,9 +104,24 @@ def _world(json_file: str | None, hidden: dict[str, str]) -> Comm:
         os.environ.update(hidden)
 
 
-def _fault(variables: dict[str, str]) -> str:
+def _choice(settings: Settings, variables: dict[str, str]) -> str:
+    """Say what the automatic choice of algorithms rests on."""
+    rates = settings.rates
+    given = replace(rates, load=1.0) in (DEFAULT, CROWDED)
+    text = (
+        f"cost model, rates {'of the package' if given else 'measured here'}: "
+        f"{1e6 * rates.step:.3g} µs a step, {1e6 * rates.message:.3g} µs a message, "
+        f"{1e-9 / rates.byte:.3g} GB/s sent, {1e-9 / rates.local:.3g} GB/s reduced"
+    )
+    if settings.tuning is not None:
+        table = f"{variables.get(PREFIX + 'TUNING', '')}, {len(settings.tuning.entries)} entries"
+        text = f"tuning table {table}; where it has none, {text}"
+    return text
+
+
+def _fault(variables: dict[str, str], found: Found) -> str:
     try:
-        parse(variables)
+        parse(variables, found)
     except SettingError as error:
         return str(error)
     return ""
@@ -176,6 +204,7 @@ def _show(screen: Console, comm: Comm, facts: dict[str, Any], advice: list[Advic
     settings = [f"{name} by {algorithm}" for name, algorithm in facts["settings"].items()]
     rest = "everything by the automatic choice" if not settings else "the rest automatic"
     table.add_row("settings", ", ".join([*settings, rest]))
+    table.add_row("choice", facts["choice"])
     screen.print(table)
     screen.print()
     colours = {"error": "bold red", "warning": "yellow", "note": "dim"}

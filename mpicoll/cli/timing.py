@@ -24,12 +24,16 @@ POLICY = (
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What takes part: a name, its call, and a check of the data of a timed call."""
+    """What takes part: a name, its call, and a check of the data of a timed call.
+
+    ``prepare`` comes before every call and is not timed: for one that works in place.
+    """
 
     name: str
-    call: Callable[[], None]
+    call: Callable[[], object]
     poison: Callable[[], None]
     wrong: Callable[[], str]
+    prepare: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ def race(
             contender = contenders[at]
             if checked:
                 contender.poison()
+            if contender.prepare is not None:
+                contender.prepare()
             world.Barrier()
             start = perf_counter()
             contender.call()
@@ -91,6 +97,8 @@ def _warm_up(
         world.Barrier()
         start = perf_counter()
         for contender in contenders:
+            if contender.prepare is not None:
+                contender.prepare()
             contender.call()
             world.Barrier()
         lap = perf_counter() - start
@@ -112,3 +120,10 @@ def spread_of_median(one: Times, other: Times, draws: int = 200) -> tuple[float,
     medians = np.median(random.choice(by_round, (draws, by_round.size)), axis=1)
     low, high = np.percentile(medians, (2.5, 97.5))
     return float(low), float(high)
+
+
+def verdict(interval: tuple[float, float], noise: tuple[float, float]) -> str:
+    """Return faster or slower where the interval lies outside of the noise, else same."""
+    if interval[1] < min(1.0, noise[0]):
+        return "faster"
+    return "slower" if interval[0] > max(1.0, noise[1]) else "same"

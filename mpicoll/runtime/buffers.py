@@ -408,7 +408,12 @@ def _simple(spec: Any, blocks: int, readonly: bool) -> Buffer:
 
 
 def _blocked(
-    memory: Memory | DeviceMemory, item: Item, count: int, start: int, blocks: int, fits: bool = False
+    memory: Memory | DeviceMemory,
+    item: Item,
+    count: int,
+    start: int,
+    blocks: int,
+    fits: bool = False,
 ) -> Buffer:
     piece = Piece(start, count * blocks, item)
     return Buffer(memory, item, (count,) * blocks, (piece,), fits)

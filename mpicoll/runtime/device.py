@@ -1,10 +1,325 @@
-"""CuPy, and whatever else shows device memory."""
-from __future__ import annotations
-import sys
-from typing import Any
+"""Device arrays, and CuPy as what moves and folds them.
 
-from mpicoll.runtime.staging import DeviceMemory
+This file, device_kernels.py and device_support.py are the only ones with words of CUDA in
+them; ROCm builds of CuPy have the same ones. An array is known by what it shows,
+``__cuda_array_interface__`` or DLPack, and no library is loaded to look. CuPy is, once there
+is a device array of any library: it has the streams, the pinned memory and the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import ml_dtypes
+import numpy as np
+
+from mpicoll.runtime import device_kernels, device_support, staging
+from mpicoll.runtime.datatypes import DType
+from mpicoll.runtime.executor import Bytes
+from mpicoll.runtime.staging import Backend, DeviceMemory, Kernel, Layout
+
+if TYPE_CHECKING:
+    from mpicoll.runtime.operators import Reducer
+
+#: DLPack's numbers of device kinds whose memory is a device's: CUDA, ROCm, CUDA managed.
+_DEVICES = (2, 10, 13)
+
+_THREADS = 256
+_BLOCKS = 1024
+
+_BACKENDS: dict[type, Backend] = {}
+
+
+def register(kind: type, backend: Backend) -> None:
+    """Let ``backend`` take care of arrays of a class, in place of CuPy."""
+    _BACKENDS[kind] = backend
+
+
+class Shown(NamedTuple):
+    """What an array shows of itself; ``strides`` are in bytes, None for C order."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    readonly: bool
+    dtype: DType | None
+    device: int | None
+    owner: object
 
 
 def recognised(data: Any) -> DeviceMemory | None:
-    return None
+    """Return the memory of a device array, None for what is none.
+
+    Raises BufferError for one that is not contiguous, as mpi4py does, and ImportError
+    where CuPy is missing.
+    """
+    shown = _shown(data)
+    if shown is None:
+        return None
+    if not _contiguous(shown):
+        raise BufferError(
+            "message: device array is not contiguous; make it so, as cupy.ascontiguousarray does"
+        )
+    staging.MET = True
+    backend = _BACKENDS.get(type(data)) or _cupy()
+    device = shown.device
+    if device is None:
+        device = device_of(backend, shown.address)
+    dtype = shown.dtype
+    nbytes = int(np.prod(shown.shape, dtype=np.int64)) * (1 if dtype is None else dtype.itemsize)
+    return DeviceMemory(backend, device, shown.owner, shown.address, nbytes, shown.readonly, dtype)
+
+
+def device_of(backend: Backend, address: int) -> int:
+    """Return the device that an address is on."""
+    of_address = getattr(backend, "device_of", None)
+    return 0 if of_address is None or not address else cast(int, of_address(address))
+
+
+def _shown(data: Any) -> Shown | None:
+    place = getattr(data, "__dlpack_device__", None)
+    kind, number = (0, None) if place is None else place()
+    if place is not None and int(kind) not in _DEVICES:
+        return None
+    interface = getattr(data, "__cuda_array_interface__", None)
+    if interface is not None:
+        address, readonly = interface["data"]
+        dtype = _dtype(interface["typestr"], getattr(data, "dtype", None))
+        strides = interface.get("strides")
+        return Shown(address or 0, interface["shape"], strides, readonly, dtype, number, data)
+    return None if place is None else _by_dlpack(data, number)
+
+
+def _dtype(typestr: str, said: object) -> DType:
+    """Return the dtype; that of ml_dtypes has only its size in the interface."""
+    name = str(said).removeprefix("torch.")
+    its_own = getattr(ml_dtypes, name, None) if typestr[1:2] == "V" else None
+    return np.dtype(its_own or typestr)
+
+
+def _contiguous(shown: Shown) -> bool:
+    """Whether an array is dense in C or in Fortran order."""
+    if shown.strides is None or 0 in shown.shape:
+        return True
+    assert shown.dtype is not None
+    extents = [
+        (size, stride) for size, stride in zip(shown.shape, shown.strides, strict=True) if size > 1
+    ]
+    for order in (extents, extents[::-1]):
+        expected = shown.dtype.itemsize
+        for size, stride in reversed(order):
+            if stride != expected:
+                break
+            expected *= size
+        else:
+            return True
+    return False
+
+
+# -- DLPack -----------------------------------------------------------------------------------
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor of DLPack's C header, which begins a managed one."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_CODES = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
+
+
+def _by_dlpack(data: Any, device: int | None) -> Shown:
+    """Read the capsule, and keep it: it gives its memory back when it is dropped unused."""
+    capsule = data.__dlpack__(stream=-1)  # order is our own business
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    tensor = _Tensor.from_address(pointer(capsule, b"dltensor"))
+    shape = tuple(tensor.shape[: tensor.ndim])
+    size = tensor.bits // 8
+    dtype: DType | None = None
+    if tensor.code == 4 and size == 2:
+        dtype = np.dtype(ml_dtypes.bfloat16)
+    elif tensor.code in _CODES and tensor.lanes == 1:
+        dtype = np.dtype("?" if tensor.code == 6 else f"{_CODES[tensor.code]}{size}")
+    if dtype is None:
+        raise BufferError(f"message: no MPI datatype for DLPack type {tensor.code}, {size} bytes")
+    strides = None
+    if tensor.strides:
+        strides = tuple([stride * size for stride in tensor.strides[: tensor.ndim]])
+    address = (tensor.data or 0) + tensor.byte_offset
+    return Shown(address, shape, strides, False, dtype, device, (data, capsule))
+
+
+# -- CuPy -------------------------------------------------------------------------------------
+
+
+class Queue(NamedTuple):
+    """A stream of a device; ``stream`` is CuPy's object where it is one of our own."""
+
+    device: int
+    handle: int
+    stream: Any = None
+
+
+@cache
+def _cupy() -> CupyBackend:
+    return CupyBackend()
+
+
+class CupyBackend:
+    """The runtime of CUDA or ROCm, as CuPy has it."""
+
+    def __init__(self) -> None:
+        """Load CuPy; raises ImportError with what to install."""
+        try:
+            import cupy
+        except ImportError as error:
+            raise ImportError(
+                "device arrays need CuPy, also those of other libraries: pip install cupy-cuda12x "
+                "(or the package for your CUDA or ROCm)"
+            ) from error
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._kernels: dict[str, Any] = {}
+        self._layouts: dict[bytes, Any] = {}
+
+    def device_of(self, address: int) -> int:
+        """Return the device of an address."""
+        return int(self._runtime.pointerGetAttributes(address).device)
+
+    # -- streams and events -----------------------------------------------------------
+
+    def current(self, owner: object, device: int) -> Queue:
+        """Return the stream that the array's library uses now, on this thread."""
+        library = type(owner).__module__.partition(".")[0]
+        if library == "torch":
+            torch = sys.modules["torch"]
+            return Queue(device, int(torch.cuda.current_stream(device).cuda_stream))
+        if library != "cupy":
+            # The stream that its pending work is on, by version 3 of the interface.
+            said = (getattr(owner, "__cuda_array_interface__", None) or {}).get("stream")
+            if said is not None:
+                return Queue(device, int(said))
+        return Queue(device, int(self._cupy.cuda.get_current_stream(device).ptr))
+
+    def streams(self, device: int) -> tuple[Queue, Queue]:
+        """Return two streams that do not wait for the default one."""
+        with self._cupy.cuda.Device(device):
+            made = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        one, other = [Queue(device, int(stream.ptr), stream) for stream in made]
+        return one, other
+
+    def record(self, stream: Queue) -> Any:
+        """Record an event."""
+        with self._cupy.cuda.Device(stream.device):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            self._runtime.eventRecord(event.ptr, stream.handle)
+        return event
+
+    def wait(self, stream: Queue, event: Any) -> None:
+        """Let a stream wait for an event."""
+        self._runtime.streamWaitEvent(stream.handle, event.ptr)
+
+    def over(self, event: Any, wait: bool) -> bool:
+        """Ask an event, or wait for it."""
+        if wait:
+            event.synchronize()
+            return True
+        return bool(event.done)
+
+    # -- memory -----------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, stream: Queue) -> tuple[int, object]:
+        """Take memory from the pool of CuPy; what a stream gives back it gets again."""
+        with self._cupy.cuda.Device(stream.device), stream.stream:
+            memory = self._cupy.cuda.alloc(nbytes)
+        return int(memory.ptr), memory
+
+    def pinned(self, nbytes: int) -> Bytes:
+        """Return page-locked memory."""
+        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Queue) -> None:
+        """Queue a copy; the addresses say from where to where."""
+        kind = self._runtime.memcpyDefault
+        self._runtime.memcpyAsync(target, source, nbytes, kind, stream.handle)
+
+    def gather(self, target: int, source: int, layout: Layout, count: int, stream: Queue) -> None:
+        """Queue a byte-wise copy out of items with gaps."""
+        self._move("gather", target, source, layout, count, stream)
+
+    def scatter(self, target: int, source: int, layout: Layout, count: int, stream: Queue) -> None:
+        """Queue a byte-wise copy into items with gaps."""
+        self._move("scatter", target, source, layout, count, stream)
+
+    def _move(
+        self, name: str, target: int, source: int, layout: Layout, count: int, stream: Queue
+    ) -> None:
+        each = layout.positions.size
+        key = layout.positions.tobytes() + bytes([stream.device])
+        if key not in self._layouts:
+            with self._cupy.cuda.Device(stream.device):
+                self._layouts[key] = self._cupy.asarray(layout.positions)
+                self._cupy.cuda.get_current_stream().synchronize()
+        positions = self._layouts[key]
+        source_text = device_kernels.move_source(staging.NOWHERE)
+        sizes = (np.int64(layout.extent), np.uint64(each), np.uint64(count))
+        pointers = (np.uint64(target), np.uint64(source), np.uint64(positions.data.ptr))
+        self._launch(name, source_text, count * each, (*pointers, *sizes), stream)
+
+    # -- folds ------------------------------------------------------------------------
+
+    def kernel(self, reduction: Reducer) -> Kernel | None:
+        """Return the kernel of an operator that device_kernels.py has a loop for."""
+        if reduction.loop is None or not device_kernels.supported(*reduction.loop):
+            return None
+        return Kernel(*reduction.loop, reduction.mean_of, reduction)
+
+    def fold(
+        self, kernel: Kernel, target: int, operands: Sequence[int], nbytes: int, stream: Queue
+    ) -> None:
+        """Queue one kernel for all operands."""
+        mean_of = kernel.mean_of if len(operands) == kernel.mean_of else 0
+        text = device_kernels.fold_source(kernel.operator, kernel.dtype, len(operands), mean_of)
+        count = nbytes // device_kernels.unit(kernel.dtype)
+        pointers = tuple([np.uint64(one) for one in (target, *operands)])
+        self._launch("fold", text, count, (*pointers, np.uint64(count)), stream)
+
+    def divide(self, kernel: Kernel, target: int, nbytes: int, size: int, stream: Queue) -> None:
+        """Queue the division of AVG."""
+        text = device_kernels.divide_source(kernel.dtype)
+        count = nbytes // device_kernels.unit(kernel.dtype)
+        arguments = (np.uint64(target), np.uint64(count), np.int64(size))
+        self._launch("divide", text, count, arguments, stream)
+
+    def _launch(
+        self, name: str, text: str, count: int, arguments: tuple[Any, ...], stream: Queue
+    ) -> None:
+        made = self._kernels.get(name + text)
+        if made is None:
+            # Without fused multiply and add, so that bits are those of the host.
+            option = "-ffp-contract=off" if self._runtime.is_hip else "--fmad=false"
+            made = self._cupy.RawKernel(text, name, options=(option,))
+            self._kernels[name + text] = made
+        blocks = max(1, min(_BLOCKS, -(-count // _THREADS)))
+        with self._cupy.cuda.Device(stream.device), stream.stream:
+            made((blocks,), (_THREADS,), arguments)
+
+    def direct(self) -> bool:
+        """Return whether the MPI surely takes device pointers."""
+        return device_support.takes_device_pointers()

@@ -329,9 +329,10 @@ class Staged(DeviceExecution):
         """Return whether all sends are complete."""
         assert self._requests is not None
         requests = self._requests[len(self._landing) :]
-        while not all([_over(request) for request in requests]):
+        while open_ := [request for request in requests if not _over(request)]:
             if not wait:
                 return False
+            requests = open_
             time.sleep(0)
         return True
 
@@ -342,6 +343,9 @@ class DeviceReduction:
     def __init__(self, lane: Lane, kernel: Kernel) -> None:
         """Take what the host's reduction says of itself."""
         host = kernel.host
+        self.operator = host.operator
+        self.label = host.label
+        self.loop = host.loop
         self.commutative = host.commutative
         self.item_bytes = host.item_bytes
         self.wide = host.wide

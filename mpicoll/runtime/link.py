@@ -42,6 +42,7 @@ from mpicoll.runtime.executor import (
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.flight import RECORDER, listen
 from mpicoll.runtime.operators import Reducer
+from mpicoll.runtime.place import place
 from mpicoll.runtime.plan import EMPTY, Plan
 from mpicoll.runtime.record import Record
 from mpicoll.runtime.stats import Stats
@@ -49,11 +50,14 @@ from mpicoll.runtime.tags import Tags
 from mpicoll.runtime.trace import Tracer, open_trace
 from mpicoll.schedule.ir import Call, Schedule
 from mpicoll.selection.choose import Choice, Wanted, choose
-from mpicoll.selection.settings import Settings, gather, parse
+from mpicoll.selection.settings import Settings, parse, read
 
 #: Scratch up to this size in all is kept between calls, since fresh pages cost more than the
 #: copy into them.
 KEPT_WORK_BYTES = 64 << 20
+
+#: Choices of an algorithm that a communicator remembers.
+CHOICES = 4096
 
 
 class Opened:
@@ -140,9 +144,10 @@ class Link:
         self.tags = Tags(self.hidden, self._wait_request)
         self._spare: list[Bytes] = []
         if settings is None:
-            variables = gather(os.environ) if self.rank == 0 else None
+            where = place(self.hidden)
+            found = read(os.environ, where) if self.rank == 0 else None
             try:
-                settings = parse(self.hidden.bcast(variables, root=0))
+                settings = parse(*self.hidden.bcast(found, root=0))
             except BaseException:
                 self.hidden.Free()
                 raise
@@ -163,6 +168,7 @@ class Link:
     def apply(self, settings: Settings) -> None:
         """Put settings in force, which are equal on all ranks; collective."""
         self.settings = settings
+        self._choices: dict[Wanted, Choice] = {}
         self.tracer: Tracer | None = _traced(self.hidden, settings.trace)
         self.threaded = settings.progress == "thread"
         if self.threaded:
@@ -257,9 +263,14 @@ class Link:
         self, wanted: Wanted, algorithm: str | None = None, segment_bytes: int | None = None
     ) -> Choice:
         """Return what runs for a call; equal on all ranks."""
-        if algorithm is None and segment_bytes is None:
-            return _chosen(wanted, self.settings)
-        return choose(wanted, self.settings, algorithm, segment_bytes)
+        if algorithm is not None or segment_bytes is not None:
+            return choose(wanted, self.settings, algorithm, segment_bytes)
+        chosen = self._choices.get(wanted)
+        if chosen is None:
+            if len(self._choices) >= CHOICES:
+                self._choices.clear()
+            chosen = self._choices[wanted] = choose(wanted, self.settings)
+        return chosen
 
     # -- the runs of a call -------------------------------------------------------------
 
@@ -443,9 +454,6 @@ def _describe(plan: Plan, record: Record) -> None:
 def programmed(algorithm: Algorithm, call: Call, item_bytes: int) -> Program:
     """Build and compile a schedule, or return the one of an equal earlier call."""
     return compiled(algorithm.build(call), item_bytes)
-
-
-_chosen = lru_cache(maxsize=4096)(choose)
 
 
 # -- making a link ------------------------------------------------------------------------

@@ -24,8 +24,9 @@ class Plan:
 
     ``operator``, ``dtype``, ``count`` (items of this rank's input, or output), ``counts``,
     ``root`` and ``segment_bytes`` describe the call; ``counts`` are those that all ranks
-    must pass alike, () where there are none. ``lane`` is there when buffers are on a device. ``pairs`` are the bytes sent to and expected
-    of each rank, where ranks know those for themselves only and a checked call compares them.
+    must pass alike, () where there are none. ``lane`` is there when a buffer is on a device.
+    ``pairs`` are the bytes sent to and expected of each rank, where ranks know those for
+    themselves only and a checked call compares them.
     """
 
     algorithm: Algorithm

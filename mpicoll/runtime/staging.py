@@ -136,7 +136,8 @@ def layout_of(item: Item) -> Layout:
 
     Asked of the MPI: it packs pictures of an item whose bytes are digits of their place.
     """
-    assert item.datatype is not None
+    from mpicoll.runtime.buffers import Memory, Piece
+
     low = min(0, item.true_lb)
     reach = max(item.true_ub, item.extent, 1) - low
     numbers = np.arange(1, reach + 1, dtype=np.int64)
@@ -145,8 +146,7 @@ def layout_of(item: Item) -> Layout:
         picture = (numbers >> digit & 255).astype(np.uint8)
         packed = np.zeros(item.nbytes, np.uint8)
         address = MPI.Get_address(cast(Any, picture)) - low
-        memory = MPI.memory.fromaddress(address, max(1, reach + low))
-        item.datatype.Pack([memory, 1, item.datatype], packed, 0, MPI.COMM_SELF)
+        Memory(address, None, True, picture).pack(Piece(0, 1, item), packed)
         found += packed.astype(np.int64) << digit
     return Layout(np.where(found > 0, found - 1 + low, NOWHERE), item.extent)
 

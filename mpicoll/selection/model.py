@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import hypot
+from math import hypot, sqrt
 from typing import NamedTuple
 
 from mpicoll.algorithms import Algorithm
@@ -57,20 +57,24 @@ class Counts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def counts(collective: str, name: str, size: int, segments: int) -> tuple[Counts, Counts]:
-    """Return what is done along the longest chain of steps, and by all ranks together."""
+    """Return what is done along the longest chain of steps, and by all ranks together.
+
+    A message is counted once: along the chain where it is sent or received, and where it is
+    sent in what all ranks do.
+    """
     terms = profile(collective, name, size, segments)
-    found = []
-    for times in ([term.deep for term in terms], [term.wide for term in terms]):
-        pairs = list(zip(times, terms, strict=True))
-        found.append(
-            Counts(
-                sum(n for n, term in pairs if term.messages),
-                sum(n * term.messages for n, term in pairs),
-                sum(n * term.sent for n, term in pairs),
-                sum(n * term.local for n, term in pairs),
-            )
+
+    def total(times: list[float], sends: list[float]) -> Counts:
+        rows = list(zip(times, sends, terms, strict=True))
+        return Counts(
+            sum(n for n, _, term in rows if term.messages),
+            sum(n * share * term.messages for n, share, term in rows),
+            sum(n * share * term.sent for n, share, term in rows),
+            sum(n * term.local for n, _, term in rows),
         )
-    return found[0], found[1]
+
+    deep = total([term.deep for term in terms], [1.0] * len(terms))
+    return deep, total([term.wide for term in terms], [term.sends for term in terms])
 
 
 def seconds(
@@ -78,17 +82,20 @@ def seconds(
 ) -> float:
     """Return the predicted time of a call on ``nbytes`` bytes.
 
-    Steps that wait for one another follow each other, and a rank that shares its core waits
-    until the others there had their turn; the work of all ranks is done by the cores that
-    they have. Neither hides the other, nor do they add up: we take the root of the sum of
-    their squares, which fits best what was measured.
+    Steps that wait for one another follow each other. A rank that shares its core waits at
+    each until the others there had their turn, and while it works it has the core for a
+    part of the time: the root of the load fits what was measured. The work of all ranks is
+    done by the cores that they have. Neither hides the other, nor do they add up: we take
+    the root of the sum of their squares.
     """
     segments = pieces(_cut(algorithm.collective, size, nbytes), segment_bytes)
     deep, wide = counts(
         algorithm.collective, algorithm.name, size, segments if algorithm.segmented else 1
     )
     load = max(1.0, rates.load)
-    chain = _time(deep._replace(steps=deep.steps * load), nbytes, rates)
+    waiting = deep.steps * rates.step
+    working = _time(deep, nbytes, rates) - waiting
+    chain = waiting * load + working * sqrt(load)
     return hypot(chain, _time(wide, nbytes, rates) * load / size)
 
 

@@ -17,7 +17,8 @@ class Term(NamedTuple):
     """``deep`` equal steps one after the other; all ranks together take ``wide`` of them.
 
     A step has ``messages`` messages of the busier direction, with ``sent`` vectors in all,
-    and reduces or copies ``local`` vectors.
+    and reduces or copies ``local`` vectors. In ``sends`` of the steps of all ranks the rank
+    sends them; in the rest it only receives, what is counted where it is sent.
     """
 
     deep: float
@@ -25,6 +26,7 @@ class Term(NamedTuple):
     messages: float = 0
     sent: float = 0
     local: float = 0
+    sends: float = 1
 
 
 class Group(NamedTuple):
@@ -74,9 +76,9 @@ def _tree(g: Group, vector: bool = True, reduced: float = 0) -> list[Term]:
         edges = len(range(reach, g.size, 2 * reach))
         first = 1 if vector else min(reach, g.size - reach) / g.size
         others = edges - 1 if vector else _with_bit(g.size, k) / g.size - first
-        terms.append(Term(1, 2, 1, first))  # the root's
+        terms.append(Term(1, 2, 1, first, sends=0.5))  # the root's
         if edges > 1:
-            terms.append(Term(0, 2 * (edges - 1), 1, others / (edges - 1)))
+            terms.append(Term(0, 2 * (edges - 1), 1, others / (edges - 1), sends=0.5))
         if reduced:
             terms.append(Term(1, edges, local=reduced))
     return terms
@@ -92,7 +94,7 @@ def _pipe(g: Group, deep: float, wait: int) -> list[Term]:
     """Segments go through all ranks; one is sent on ``wait`` steps after it came."""
     s = g.segments
     wide = (g.size - 2) * min(2 * s, s + wait) + 2 * s
-    return [Term(deep, wide, 1, 1 / s)]
+    return [Term(deep, wide, 1, 1 / s, sends=(g.size - 1) * s / wide)]
 
 
 def _chain(g: Group, reduced: float = 0) -> list[Term]:
@@ -130,7 +132,7 @@ def _fold(g: Group, sent: float, reduced: float = 0, messages: int = 1) -> list[
     """Ranks beyond a power of two hand something to a partner, or get it back."""
     if not g.rest:
         return []
-    return [Term(1, 2 * g.rest, messages, sent), Term(1, g.rest, local=reduced)]
+    return [Term(1, 2 * g.rest, messages, sent, sends=0.5), Term(1, g.rest, local=reduced)]
 
 
 def _halving(g: Group) -> list[Term]:
@@ -161,7 +163,7 @@ def _direct(g: Group) -> list[Term]:
 def _star(g: Group, share: float) -> list[Term]:
     """The root and every other rank exchange one message of ``share`` of the vector."""
     messages = (g.size - 1) / g.batches
-    root = Term(g.batches, g.batches, messages, messages * share)
+    root = Term(g.batches, g.batches, messages, messages * share, sends=0)
     return [root, Term(0, g.size - 1, 1, share)]
 
 
@@ -177,8 +179,10 @@ def _scan_doubling(g: Group, exclusive: bool) -> list[Term]:
     terms = [] if exclusive else [Term(0, 1, local=1)]
     for k in range(g.lg):
         reach = 1 << k
-        terms.append(Term(1, min(g.size, 2 * (g.size - reach)), 1, 1))
-        terms.append(Term(1, g.size - reach, local=1))
+        pairs = g.size - reach
+        wide = min(g.size, 2 * pairs)
+        terms.append(Term(1, wide, 1, 1, sends=pairs / wide))
+        terms.append(Term(1, pairs, local=1))
         if exclusive and g.size > 3 * reach:
             terms.append(Term(1, g.size - 3 * reach, local=1))
     return terms
@@ -193,7 +197,8 @@ def _neighbours(g: Group) -> list[Term]:
     members = g.size - g.size % 2
     terms = [*_work(g, 1 / g.size)]
     if g.size % 2:
-        terms += [Term(1, 2, 1, 1 / g.size), Term(1, 2, 1, (g.size - 1) / g.size)]
+        terms.append(Term(1, 2, 1, 1 / g.size, sends=0.5))
+        terms.append(Term(1, 2, 1, (g.size - 1) / g.size, sends=0.5))
     rounds = members // 2 - 1
     terms.append(Term(1, members, 1, 1 / g.size))
     if rounds:
@@ -219,7 +224,7 @@ def _allreduce_rabenseifner(g: Group) -> list[Term]:
 
 def _reduce_rabenseifner(g: Group) -> list[Term]:
     members = 1 << g.fl
-    up = [Term(1, members >> k, 1, 0.5 ** (g.fl - k)) for k in range(g.fl)]
+    up = [Term(1, members >> k, 1, 0.5 ** (g.fl - k), sends=0.5) for k in range(g.fl)]
     return _fold(g, 1, 1) + _halving(g) + up
 
 

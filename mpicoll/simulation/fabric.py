@@ -48,7 +48,8 @@ class Fabric:
         self.network = network
         self._local, self._port = local, port
         nodes = network.nodes
-        #: Bytes per second of links. Of a node: the port out, the port in, the memory; then those of the network.
+        #: Bytes per second of links: of nodes the ports out, the ports in, the memories; then
+        #: those of the network.
         self.rates = np.concatenate(
             [np.full(2 * nodes, port), np.full(nodes, local.rate), network.rates]
         )

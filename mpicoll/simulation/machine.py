@@ -41,9 +41,9 @@ class Machine:
     cores: int = 0
 
     def work(self, units: Integers, scales: Reals) -> Reals:
-        """Return seconds of local work, (sizes, …), for ``units`` of (reduced, copied, operations).
+        """Return seconds of local work, (sizes, …).
 
-        ``scales`` are the bytes of a unit, one per size.
+        ``units`` are (…, 3), reduced, copied and operations; ``scales`` are bytes of a unit.
         """
         each = units[..., 0] * self.gamma + units[..., 1] * self.copy
         one = scales.reshape(-1, *[1] * each.ndim)

@@ -156,5 +156,6 @@ def _number(
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SettingError(f"{where}: {key} {value!r} is no number")
     if not (0 < value < 1e12 or (value == 0 and not positive)):
-        raise SettingError(f"{where}: {key} {value!r}, expected more than 0")
+        least = "more than 0" if positive else "0 or more"
+        raise SettingError(f"{where}: {key} {value!r}, expected {least}")
     return float(value) * unit

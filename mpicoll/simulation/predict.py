@@ -104,11 +104,13 @@ def _replayed(
     if isinstance(program, Schedules):
         return _row(program, fabric, machine, scales)
     if isinstance(program, lockstep.March):
-        return lockstep.replay(program, fabric, machine, scales).max(axis=1)
+        last: Integers = lockstep.replay(program, fabric, machine, scales).max(axis=1)
+        return last
     at_once = max(1, LARGE // max(1, program.source.size))
     parts = [scales[low : low + at_once] for low in range(0, scales.size, at_once)]
     ends = [full.replay(program, fabric, machine, part).max(axis=1) for part in parts]
-    return np.concatenate(ends)
+    result: Integers = np.concatenate(ends)
+    return result
 
 
 def _row(schedules: Schedules, fabric: Fabric, machine: Machine, scales: Reals) -> Integers:

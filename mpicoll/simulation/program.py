@@ -41,8 +41,9 @@ class Line:
         return self.send_peers.size + self.recv_peers.size
 
 
-def _columns(messages: Messages) -> tuple[list[int], list[int]]:
-    return [peer for peer, _ in messages], [units for _, units in messages]
+def _columns(messages: Messages) -> tuple[Integers, Integers]:
+    """Return peers and units."""
+    return _column([peer for peer, _ in messages]), _column([units for _, units in messages])
 
 
 def _work(step: Step, merged: bool) -> tuple[int, int, int]:
@@ -90,10 +91,15 @@ def line(schedule: Schedule, merged: bool = False) -> Line:
             after.append([0, 0, 0])
         else:
             after[-1] = [old + new for old, new in zip(after[-1], work, strict=True)]
+    send_peers, send_units = _columns(out)
+    recv_peers, recv_units = _columns(arriving)
     return Line(
         _column(sends),
         _column(recvs),
-        *(_column(column) for column in (*_columns(out), *_columns(arriving))),
+        send_peers,
+        send_units,
+        recv_peers,
+        recv_units,
         _column(during).reshape(-1, 3),
         _column(after),
     )

@@ -34,8 +34,8 @@ MESSAGES = 1 << 22  #: messages of all ranks in a full replay, at most
 SPANS = 1 << 25  #: spans of one rank's schedule, at most
 
 #: "lockstep": one period of ranks stands for all; "merged": so too, once messages of a step to
-#: one peer are taken as one; "rows": a row of ranks, counted on from shorter ones; "classes": a rank of each class was built, and every message
-#: replayed; "all": every rank was built, and every message replayed.
+#: one peer are taken as one; "rows": a row of ranks, counted on from shorter ones; "classes": a
+#: few ranks of each class were built, "all": every rank, and every message replayed.
 How: TypeAlias = Literal["lockstep", "merged", "rows", "classes", "all"]
 
 
@@ -130,12 +130,11 @@ class Schedules:
         if how in (None, "lockstep") and (found := self._march(exact)):
             return "lockstep", found
         # On few ranks, merging makes a difference and saves little.
-        if how == "merged" or (how is None and self._size > ALL):
-            if found := self._march(merged):
-                return "merged", found
-        if how == "rows" or (how is None and self._size > MANY):
-            if self._is_row(exact):
-                return "rows", self
+        large = how is None and self._size > ALL
+        if (how == "merged" or large) and (found := self._march(merged)):
+            return "merged", found
+        if (how == "rows" or (large and self._size > MANY)) and self._is_row(exact):
+            return "rows", self
         if how in (None, "classes") and (classes := self.classes(APART)):
             return "classes", classes
         self._seen.clear()
@@ -169,7 +168,11 @@ class Schedules:
 
     def classes(self, divisions: Sequence[Division]) -> Program | None:
         """Return all schedules, known from a few of each class, or None where they do not."""
-        found = kinds(partial(self._look, merged=False), self._size, divisions)
+        lines = partial(self._look, merged=False)
+        if self._size > ALL:  # before many long schedules are built
+            some = [lines(rank).messages for rank in (1, self._size // 2 + 1, self._size - 1)]
+            self._refuse(self._size * min(some))
+        found = kinds(lines, self._size, divisions)
         if found is None:
             return None
         self._refuse(sum(kind.members.size * kind.line.messages for kind in found))

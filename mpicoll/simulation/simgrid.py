@@ -109,11 +109,16 @@ def _run(job: dict[str, Any]) -> float:
 
 def _simulate(job: dict[str, Any]) -> float:
     """Run a job in SimGrid; once in a process."""
-    import simgrid
+    import simgrid  # type: ignore[import-not-found, unused-ignore]
 
     engine = simgrid.Engine(
-        ["mpicoll", "--log=root.threshold:critical", "--cfg=network/model:CM02"]
-        + ["--cfg=network/TCP-gamma:0", "--cfg=network/crosstraffic:0"]
+        [
+            "mpicoll",
+            "--log=root.threshold:critical",
+            "--cfg=network/model:CM02",
+            "--cfg=network/TCP-gamma:0",
+            "--cfg=network/crosstraffic:0",
+        ]
     )
     zone = simgrid.NetZone.create_full_zone("zone")
     hosts = [zone.create_host(f"n{at}", 1e9).seal() for at in range(job["hosts"][-1] + 1)]

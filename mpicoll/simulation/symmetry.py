@@ -32,7 +32,8 @@ def _parity(ranks: Integers) -> Integers:
 
 
 def _root(ranks: Integers) -> Integers:
-    return (ranks == 0).astype(np.int64)
+    result: Integers = (ranks == 0).astype(np.int64)
+    return result
 
 
 def _lowest_bit(ranks: Integers) -> Integers:
@@ -40,7 +41,8 @@ def _lowest_bit(ranks: Integers) -> Integers:
 
 
 def _highest_bit(ranks: Integers) -> Integers:
-    return np.frexp(ranks.astype(np.float64))[1].astype(np.int64)
+    result: Integers = np.frexp(ranks.astype(np.float64))[1].astype(np.int64)
+    return result
 
 
 #: Ways to divide ranks into classes, of which all are in the same step at a time, and

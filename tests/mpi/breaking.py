@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll.runtime import watchdog
+from mpicoll.runtime import buffers, link, watchdog
 from mpicoll.runtime.executor import Execution
 
 #: Seconds of the time limit, and for which a rank asks the others. Live ranks answer within
@@ -31,7 +31,7 @@ ASK = 2.0
 SMALL, LARGE = 3, 60_000
 FORMS = ("blocking", "non-blocking", "persistent")
 
-Call = Callable[[], None]
+Call = Callable[[], Any]
 
 
 def calls(comm: Any, n: int) -> dict[str, tuple[Any, ...]]:
@@ -254,7 +254,202 @@ def ends(seen: Seen, name: str, form: str, n: int, victim: int, step: int, kill:
     seen.say(end=True)
 
 
-SCENES: dict[str, Callable[..., None]] = {"stops": stops, "ends": ends}
+# -- ranks that disagree, or are elsewhere ----------------------------------------------
+
+
+def d(n: int) -> Any:
+    """Return some numbers."""
+    return np.ones(n)
+
+
+#: What ranks do, of which the last one does another thing, where nothing checks that.
+DISAGREE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "counts": (
+        lambda c: c.Allreduce(d(3), d(3), algorithm="ring"),
+        lambda c: c.Allreduce(d(4), d(4), algorithm="ring"),
+    ),
+    "counts of a broadcast": (lambda c: c.Bcast(d(3)), lambda c: c.Bcast(d(5))),
+    "counts of an exchange": (
+        lambda c: c.Alltoall(d(c.size), d(c.size)),
+        lambda c: c.Alltoall(d(2 * c.size), d(2 * c.size)),
+    ),
+    "dtypes": (
+        lambda c: c.Allreduce(d(3), d(3)),
+        lambda c: c.Allreduce(np.ones(3, np.int64), np.ones(3, np.int64)),
+    ),
+    "operators": (
+        lambda c: c.Allreduce(d(3), d(3), MPI.MAX),
+        lambda c: c.Allreduce(d(3), d(3), MPI.MIN),
+    ),
+    "roots": (lambda c: c.Bcast(d(3), 0), lambda c: c.Bcast(d(3), c.size - 1)),
+    "algorithms": (
+        lambda c: c.Allreduce(d(3), d(3), algorithm="ring"),
+        lambda c: c.Allreduce(d(3), d(3), algorithm="recursive_doubling"),
+    ),
+    "calls": (lambda c: c.Allreduce(d(3), d(3)), lambda c: c.Allgather(d(3), d(3 * c.size))),
+    "order of calls": (
+        lambda c: (c.Scan(d(3), d(3)), c.Alltoall(d(c.size), d(c.size))),
+        lambda c: (c.Alltoall(d(c.size), d(c.size)), c.Scan(d(3), d(3))),
+    ),
+    "requests": (
+        lambda c: mpicoll.Request.Waitall([c.Ibarrier(), c.Iallreduce(d(3), d(3))]),
+        lambda c: mpicoll.Request.Waitall([c.Iallreduce(d(3), d(3)), c.Ibarrier()]),
+    ),
+}
+
+
+def disagree(seen: Seen) -> None:
+    """Let the last rank do something else; all get out of it, and can use others."""
+    world = MPI.COMM_WORLD
+    last = world.rank == world.size - 1
+    for name, (call_, other) in DISAGREE.items():
+        comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
+        meet(world)
+
+        def both(comm: Any = comm, made: Callable[[Any], Any] = other if last else call_) -> None:
+            made(comm)
+            comm.Barrier()
+
+        seen.trial(both, case=name, last=last)
+        meet(world)
+        works(mpicoll.Comm(world))
+    seen.say(end=True)
+
+
+def elsewhere(seen: Seen) -> None:
+    """Look for what is said of a rank that is in its own code, or in another call."""
+    world = MPI.COMM_WORLD
+    last = world.rank == world.size - 1
+    halves = world.Split(last or world.rank == 0)  # the last rank and rank 0, and the others
+    rest = world.Split(last)
+
+    def trial(case: str, comm: Any, made: Call) -> None:
+        meet(world)
+        seen.trial(made, case=case, last=last)
+        meet(world)
+        # The first one may still complete where no limit was in force before.
+        seen.trial(lambda: [comm.Barrier(timeout=LIMIT) for _ in range(2)], case=case, after=True)
+
+    comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
+    trial("own code", comm, (lambda: time.sleep(LIMIT + ASK + 1)) if last else comm.Barrier)
+
+    comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
+    other = mpicoll.Comm(halves.Dup(), timeout=60)
+    requests: list[Any] = []
+
+    def in_another() -> None:
+        if last:  # waits for rank 0, which enters it when its own call has timed out
+            other.Barrier()
+            return
+        try:
+            comm.Barrier()
+        finally:
+            meet(rest)  # while the last rank still has to answer
+            requests.append(other.Ibarrier())
+
+    trial("another communicator", comm, in_another)
+    mpicoll.Request.Waitall(requests)
+
+    comm = mpicoll.Comm(world.Dup())  # no limit but that of one call
+    trial(
+        "one call",
+        comm,
+        (lambda: time.sleep(LIMIT + 1)) if last else lambda: comm.Barrier(timeout=LIMIT),
+    )
+
+    comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
+    part = mpicoll.Comm(halves.Dup(), timeout=LIMIT)
+
+    def in_part() -> None:
+        if part.rank == 0 and part.size > 1:
+            time.sleep(LIMIT + ASK + 1)
+        else:
+            part.Barrier()
+
+    meet(world)
+    seen.trial(in_part, case="part", of=part.rank, size=part.size)
+    meet(world)
+    seen.trial(lambda: comm.Barrier(timeout=60), case="whole", after=True)
+    seen.say(end=True)
+
+
+def raises(seen: Seen) -> None:
+    """Raise in an operator that mpi4py made: its own abort ends the job."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("boom")
+
+    comm = mpicoll.Comm(MPI.COMM_WORLD)
+    seen.say(begun=True)
+    comm.Allreduce(d(3), d(3), op=MPI.Op.Create(fail, commute=True))
+    seen.say(end=True)
+
+
+def finalizes(seen: Seen, thread: bool) -> None:
+    """Use everything, leave much of it as it is, finalise, and count what is left."""
+    requests: list[Any] = []
+    comms: list[MPI.Comm] = []
+    types: list[MPI.Datatype] = []
+    post, init, own = Execution._post, link.Link.__init__, buffers.Buffer.own_datatypes
+
+    def posted(execution: Execution) -> None:
+        post(execution)
+        requests.extend(execution._requests or [])
+
+    def made(new: link.Link, *args: Any) -> None:
+        init(new, *args)
+        comms.append(new.hidden)
+
+    def owned(buffer: buffers.Buffer) -> list[MPI.Datatype]:
+        found = own(buffer)
+        types.extend(found)
+        return found
+
+    Execution._post = posted  # type: ignore[method-assign]
+    link.Link.__init__ = made  # type: ignore[method-assign]
+    buffers.Buffer.own_datatypes = owned  # type: ignore[method-assign]
+    world = mpicoll.Comm(MPI.COMM_WORLD, progress="thread" if thread else None)
+    vector = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
+    for comm in (
+        world,
+        world.Dup(),
+        world.Split(world.rank % 2),
+        mpicoll.Comm(world.Dup(), check=True),
+    ):
+        for name in METHODS:
+            for form in FORMS:
+                call(comm, name, form, SMALL)
+        comm.Ibcast([d(4), 1, vector]).Wait()
+    freed = world.Dup()
+    dropped = freed.Iallgather([d(4), 1, vector], d(2 * world.size))
+    freed.Free()
+    del dropped
+    kept = [world.Ibcast([d(4), 1, vector]) for _ in range(5)]
+    plan = world.Allreduce_init(d(3), d(3))
+    plan.Start()
+    world.Iallreduce(d(3), d(3))  # dropped
+    vector.Free()
+    MPI.Finalize()
+    seen.say(
+        end=True,
+        seen=[len(requests), len(comms), len(types)],
+        comms=sum(comm != MPI.COMM_NULL for comm in comms),
+        types=sum(one != MPI.DATATYPE_NULL for one in types),
+        requests=sum(
+            one != MPI.REQUEST_NULL for one in requests if not isinstance(one, MPI.Prequest)
+        ),
+        done=all(one._operation.done for one in [*kept, plan]),
+    )
+
+
+SCENES: dict[str, Callable[..., None]] = {
+    "stops": stops,
+    "ends": ends,
+    "disagree": disagree,
+    "elsewhere": elsewhere,
+    "raises": raises,
+    "finalizes": finalizes,
+}
 
 
 def main(folder: str, scene: str, arguments: str = "{}") -> None:

@@ -15,7 +15,8 @@ from kinds import kinds, operands, operators
 from mpicoll import Comm
 from mpicoll.algorithms import find, names
 from mpicoll.schedule.partition import split
-from mpicoll.selection.choose import LARGE, SMALL
+
+SMALL, LARGE = 8 << 10, 512 << 10
 
 FLOATS = (
     "FLOAT16_T",

@@ -13,17 +13,24 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pytest
-from breaking import ASK, LIMIT
+from breaking import ASK, DISAGREE, FORMS, LIMIT
 from childjob import _PREFIXES, _ROOT, _YIELD, mpiexec
 from mpi4py import MPI
 
+import mpicoll
+from mpicoll import Comm, PeerError
+from mpicoll.algorithms import Algorithm, every
 from mpicoll.runtime import watchdog
+from mpicoll.schedule.contracts import REDUCTIONS
 
 if TYPE_CHECKING:
     from harness import Ranks
@@ -114,9 +121,9 @@ def jobs(
     folder = tmp_path_factory.mktemp("break")
     full = bool(request.config.getoption("full", False))
     wanted = {
-        item.callspec.params["name"]
+        item.callspec.params.get("name") if hasattr(item, "callspec") else "raises"
         for item in request.session.items
-        if item.path == Path(__file__) and "name" in getattr(item, "callspec", item).params
+        if item.path == Path(__file__)
     }
     with ThreadPoolExecutor(JOBS) as pool:
         yield {
@@ -127,19 +134,37 @@ def jobs(
 
 
 def _wanted(full: bool, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the jobs by name."""
+    """Return the arguments of `job` for each of the jobs, in the order of the tests."""
     found: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, size: int, arguments: Any = None, **more: Any) -> None:
+        scene = name.split()[0]
+        found[name] = {"size": size, "scene": scene, "arguments": arguments, **more}
+
     for size, world, most in STOPS:
-        cases = {"size": size, "seed": seed, "most": 0 if full else most}
         limit = 86400.0 if full else 60 + CASE * most * size / world
-        found[f"stops {size}"] = {
-            "size": world, "scene": "stops", "arguments": cases, "limit": limit
-        }  # fmt: skip
+        cases = {"size": size, "seed": seed, "most": 0 if full else most}
+        add(f"stops {size}", world, cases, limit=limit)
+    for size, kill, alone in ENDS:
+        # Rank 1 is in the middle of a call that all depend on.
+        case = {"name": "Allreduce", "form": "blocking", "n": 3, "victim": 1, "step": 1}
+        options = ("-disable-auto-cleanup",) if alone and HYDRA else ()
+        add(f"ends {size} {kill} {alone}", size, {**case, "kill": kill}, options=options)
+    for scene in ("disagree", "elsewhere"):
+        for size in SIZES:
+            add(f"{scene} {size}", size, limit=BOUND + 20 * CASE)
+    add("raises", 3)
+    for thread in (False, True):
+        add(f"finalizes {thread}", 3, {"thread": thread})
     return found
 
 
+SIZES = (2, 4, 8)
 #: Ranks of a group, ranks of the job, and how many of the cases are tried.
-STOPS = ((2, 8, 32), (4, 8, 18), (8, 8, 9))
+STOPS = ((2, 8, 28), (4, 8, 16), (8, 8, 8))
+#: Number of ranks, whether one is killed or stopped, and whether the launcher lets it pass.
+ENDS = [(2, False, False), (8, False, False), (2, True, False), (4, True, True)]
+HYDRA = MPI.get_vendor()[0] in ("MPICH", "Intel MPI")
 
 
 @pytest.mark.parametrize("name", [f"stops {size}" for size, _, _ in STOPS])
@@ -161,3 +186,257 @@ def test_a_rank_that_stops(jobs: dict[str, Future[Ended]], name: str) -> None:
         assert line["seconds"] < CASE, line
     for case in {line["case"] for line in cases}:
         assert done.of(case=case, error="CollectiveTimeout", stops=False), case
+
+
+@pytest.mark.parametrize("name", [" ".join(map(str, ("ends", *one))) for one in ENDS])
+def test_a_rank_that_does_not_come_back(jobs: dict[str, Future[Ended]], name: str) -> None:
+    """The job ends, though one rank stays stopped; a launcher may end it before we do."""
+    if not ALONE:
+        return
+    size, kill, alone = name.split()[1:]
+    done = jobs[name].result()
+    assert done.status != 0
+    live = done.of(stops=False)
+    if kill == "True" and not (alone == "True" and HYDRA):
+        return  # the launcher saw it first
+    assert len(live) == int(size) - 1, done.err
+    for line in live:
+        assert line["error"] == "CollectiveTimeout", line
+        assert line["silent"] == [1], line
+        assert "not heard from: rank 1; " in line["text"]
+        assert "it waits for rank" in line["text"]
+
+
+@pytest.mark.parametrize("name", [f"disagree {size}" for size in SIZES])
+def test_ranks_that_disagree(jobs: dict[str, Future[Ended]], name: str) -> None:
+    """Unchecked, the one or the other raises or runs into its limit; nobody waits for ever."""
+    if not ALONE:
+        return
+    done = jobs[name].result()
+    size = int(name.split()[1])
+    assert len(done.of(end=True)) == size, done.err
+    for case in DISAGREE:
+        lines = done.of(case=case)
+        assert len(lines) == size
+        for line in lines:
+            known = line["timeout"] or line["error"] in KNOWN
+            assert known or line["error"] == "", line
+            assert line["seconds"] < CASE, line
+        if case != "roots":  # a root may be done before anybody has received anything
+            assert any(line["error"] for line in lines), case
+        for line in lines:
+            if line["error"] in ("ShortMessageError", "CallError"):
+                assert "the ranks disagree on count or datatype" in line["text"], line
+    said = " ".join(line["text"] for line in done.of(case="order of calls"))
+    assert "in alltoall #1 instead" in said
+
+
+#: What a rank may raise where its messages do not fit.
+KNOWN = ("ShortMessageError", "PeerError", "CallError", "Exception")
+
+
+@pytest.mark.parametrize("name", [f"elsewhere {size}" for size in SIZES])
+def test_what_is_said_of_the_others(jobs: dict[str, Future[Ended]], name: str) -> None:
+    if not ALONE:
+        return
+    done = jobs[name].result()
+    size = int(name.split()[1])
+    last = size - 1
+    assert len(done.of(end=True)) == size, done.err
+    for case in ("own code", "one call"):
+        for line in done.of(case=case, last=False):
+            assert (line["error"], line["silent"]) == ("CollectiveTimeout", [last]), line
+            assert f"not heard from: rank {last}; " in line["text"]
+        assert done.of(case=case, last=True)[0]["error"] == ""
+    for line in done.of(case="another communicator", last=False):
+        assert (line["error"], line["silent"]) == ("CollectiveTimeout", []), line
+        assert f"all ranks answered; rank {last}: in barrier on another communicator" in (
+            line["text"] if size == 2 else line["text"].replace(_others(line["text"], last), "")
+        )
+    for line in done.of(after=True):
+        if line["case"] != "whole":
+            assert line["error"] == "PoisonedError", line
+            assert "can not be used any more" in line["text"], line
+    (part,) = [line for line in done.of(case="part", size=2) if line["of"] == 1][:1]
+    assert part["error"] == "CollectiveTimeout", part
+    assert all(line["error"] == "" for line in done.of(case="whole"))
+
+
+def _others(text: str, last: int) -> str:
+    """Return what is said of the ranks before the last, after "all ranks answered; "."""
+    _, _, rest = text.partition("all ranks answered; ")
+    return rest.partition(f"rank {last}: ")[0]
+
+
+def test_an_operator_of_mpi4py_that_raises(jobs: dict[str, Future[Ended]]) -> None:
+    """It ends the job, as it does in a collective of the MPI's own; see mpicoll.create_op."""
+    if not ALONE:
+        return
+    done = jobs["raises"].result()
+    assert done.status != 0
+    assert len(done.of(begun=True)) == 3
+    assert len(done.of(end=True)) < 3
+    assert "ValueError: boom" in done.err
+
+
+@pytest.mark.parametrize("name", ["finalizes False", "finalizes True"])
+def test_nothing_is_left_at_finalize(jobs: dict[str, Future[Ended]], name: str) -> None:
+    """All requests, datatypes and communicators are given back, also of dropped requests."""
+    if not ALONE:
+        return
+    done = jobs[name].result()
+    assert done.status == 0, done.err
+    lines = done.of(end=True)
+    assert len(lines) == 3
+    for line in lines:
+        assert (line["comms"], line["types"], line["requests"]) == (0, 0, 0), line
+        assert line["done"]
+        assert min(line["seen"]) > 0
+
+
+# -- errors and interrupts in the job itself -------------------------------------------------
+
+
+class Boom(Exception):
+    """What an operator raises."""
+
+
+ALGORITHMS = [one for one in every() if one.collective in REDUCTIONS]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: f"{one.collective}-{one.name}")
+def test_an_operator_that_raises(algorithm: Algorithm, form: str, world: Comm) -> None:
+    """It raises on one rank; those whose results depend on that get PeerError, no wrong result."""
+    name = algorithm.collective.capitalize()
+    victim = world.size // 2
+    fails = [0]
+
+    def add(left: Any, inout: Any, datatype: MPI.Datatype) -> None:
+        if fails and world.rank == victim:
+            fails[0] += 1
+            raise Boom("no")
+        np.frombuffer(inout)[:] += np.frombuffer(left)
+
+    op = mpicoll.create_op(add, commute=True)
+    n = 4 * world.size
+    for broken in (True, False):
+        if not broken:
+            fails.clear()
+        inputs, out = np.full(n, world.rank + 1.0), np.full(n, -7.0)
+        result = out[:4] if name == "Reduce_scatter" else out
+        sides: list[Any] = [inputs, result]
+        if name == "Reduce_scatter":
+            sides.append([4] * world.size)
+        error = None
+        try:
+            _in_form(world, name, form, sides, op=op, algorithm=algorithm.name)
+        except Exception as caught:
+            error = caught
+        if broken and world.rank == victim and fails[0]:
+            assert isinstance(error, Boom), repr(error)
+            assert fails == [1]
+        elif error is not None:
+            assert broken
+            assert isinstance(error, PeerError), repr(error)
+            assert f"{name if form == 'blocking' else ''}" in str(error)
+        else:
+            assert (result == _expected(name, world)).all()
+        assert MPI.Intracomm(world).allreduce(error is not None, MPI.LOR) == (
+            broken and MPI.Intracomm(world).allreduce(bool(fails and fails[0]), MPI.LOR)
+        )
+    op.Free()
+
+
+def _in_form(comm: Any, name: str, form: str, sides: list[Any], **options: Any) -> None:
+    if form == "blocking":
+        getattr(comm, name)(*sides, **options)
+        return
+    if form == "non-blocking":
+        getattr(comm, f"I{name.lower()}")(*sides, **options).Wait()
+        return
+    plan = getattr(comm, f"{name}_init")(*sides, **options)
+    plan.Start()
+    try:
+        plan.Wait()
+    finally:
+        plan.Free()
+
+
+def _expected(name: str, comm: Any) -> float:
+    """Return the sum that a rank gets; -7 where its buffer is not written."""
+    rank, size = comm.rank, comm.size
+    if name == "Scan":
+        return (rank + 1) * (rank + 2) / 2
+    if name == "Exscan":
+        return rank * (rank + 1) / 2 if rank else -7
+    return size * (size + 1) / 2 if name != "Reduce" or rank == 0 else -7
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Return what interrupts this process in a moment, whatever its parent made of SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_interrupt_of_a_wait_that_is_driven(
+    form: str, world: Comm, ranks: Ranks, interrupt: Callable[[], None]
+) -> None:
+    """The collective goes on, and any later call completes it."""
+    comm = Comm(MPI.Intracomm(world).Dup(), timeout=60)
+    out = np.full(3, -7.0)
+    plan = comm.Allreduce_init(np.ones(3), out) if form == "persistent" else None
+    request: Any = None
+    if ranks.rank == 0 and ranks.size > 1:
+        if form == "non-blocking":
+            request = comm.Iallreduce(np.ones(3), out)
+        elif plan is not None:
+            plan.Start()
+            request = plan
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            comm.Allreduce(np.ones(3), out) if request is None else request.Wait()
+        ranks.comm.Barrier()
+        if request is not None:
+            request.Wait()
+    else:
+        ranks.comm.Barrier()
+        if plan is not None:
+            plan.Start()
+            plan.Wait()
+        else:
+            comm.Allreduce(np.ones(3), out)
+    comm.Barrier()
+    assert out.tolist() == [comm.size] * 3
+    if plan is not None:
+        plan.Free()
+    comm.Free()
+
+
+def test_an_interrupt_of_a_wait_inside_the_mpi(
+    world: Comm, ranks: Ranks, interrupt: Callable[[], None]
+) -> None:
+    """It comes when the others have come; they get PeerError or a right result."""
+    if ranks.size == 1:
+        return
+    out = np.full(3, -7.0)
+    error: BaseException | None = None
+    if ranks.rank == 0:
+        interrupt()
+    else:
+        time.sleep(1)
+    try:
+        world.Allreduce(np.ones(3), out)
+    except BaseException as caught:
+        error = caught
+    if ranks.rank == 0:
+        assert isinstance(error, KeyboardInterrupt), repr(error)
+    elif error is None:
+        assert out.tolist() == [world.size] * 3
+    else:
+        assert isinstance(error, PeerError), repr(error)
+    world.Allreduce(np.ones(3), out)
+    assert out.tolist() == [world.size] * 3

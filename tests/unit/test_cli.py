@@ -12,7 +12,6 @@ import pytest
 
 from mpicoll.algorithms import every
 from mpicoll.cli import launch, plans, spacetime, textpicture
-from mpicoll.cli.bench_plot import draw
 from mpicoll.cli.common import Name, human_bytes, human_rate, human_seconds, sizes
 from mpicoll.cli.main import run
 from mpicoll.cli.picture import svg
@@ -32,7 +31,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("demo",), ("explain",), ("bench",), ("validate",), ("trace",)]
+    "command", [(), ("demo",), ("explain",), ("bench",), ("tune",), ("validate",), ("trace",)]
 )
 def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--help"]) == 0
@@ -54,6 +53,12 @@ def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixtu
         (["bench"], "Missing argument"),
         (["bench", "allreduce", "--sizes", "8:x"], "'x' is no size"),
         (["bench", "allreduce", "-a", "rings"], "no algorithm 'rings'"),
+        (["bench", "allreduce", "--compare", "glow"], "expected some of native, gloo"),
+        (["bench", "allreduce", "--compare", "none,gloo"], "expected some of native, gloo"),
+        (["bench", "allreduce", "--device", "cuda"], "device memory are not there yet"),
+        (["bench", "allreduce", "--study"], "leave out COLLECTIVE"),
+        (["bench", "--study", "--sizes", "8", "--plot", "-"], "leave out --sizes, --plot"),
+        (["bench", "--study", "--compare", "gloo"], "with native or none, not with gloo"),
     ],
 )
 def test_misuse_is_said_and_has_status_2(
@@ -121,23 +126,6 @@ def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["cost"]["steps"] == 6
     assert data["cost"]["bytes_sent"] == 12 * 8
     assert len(from_json(data)) == 4
-
-
-def test_bench_plot(tmp_path: Path) -> None:
-    rows = [
-        {
-            "collective": "bcast",
-            "bytes": nbytes,
-            "algorithm": name,
-            "busbw": nbytes * 1e6,
-            "ratio": {"median": 1.5},
-            "interval": (1.0, 2.0),
-        }
-        for nbytes in (8, 1024)
-        for name in ("native", "native again", "auto: chain")
-    ]
-    draw(rows, ["a line"], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

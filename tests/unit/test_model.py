@@ -40,10 +40,6 @@ SIZES = (2, 3, 4, 5, 7, 8, 13, 16, 33)
 SLACK = {"steps": 0.15, "messages": 0.35, "bytes": 0.25, "local": 0.55, "deep": 0.0, "far": 0.25}
 
 
-def _messages(step: Step) -> int:
-    return max(len(step.sends), len(step.recvs))
-
-
 def _items(step: Step) -> int:
     sent = sum(send.span.count for send in step.sends)
     return max(sent, sum(recv.span.count for recv in step.recvs))
@@ -99,8 +95,8 @@ def test_formulas_are_what_is_counted(algorithm: Algorithm, segments: int) -> No
         steps = [step for schedule in schedules for step in schedule.steps]
         counted = {
             "steps": sum(step.communicates for step in steps),
-            "messages": sum(map(_messages, steps)),
-            "bytes": sum(map(_items, steps)) / count,
+            "messages": sum(len(step.sends) for step in steps),
+            "bytes": sum(send.span.count for step in steps for send in step.sends) / count,
             "local": sum(map(_local, steps)) / count,
             "deep": longest(schedules, lambda step: step.communicates),
             "far": longest(schedules, _items) / count,
@@ -131,13 +127,15 @@ def test_time_grows_with_bytes_rates_and_load(algorithm: Algorithm) -> None:
         assert seconds(algorithm, size, 1000, 0, Rates(load=4)) > times[1]
 
 
-def test_time_is_that_of_the_formula() -> None:
-    """Binomial broadcast on 4 ranks: 2 steps deep, each waiting for a turn of 2 ranks on a
-    core; 3 edges with two ends, on 2 cores."""
-    rates = Rates(step=1, message=10, byte=100, local=1000, load=2)
-    deep = 2 * (1 * 2 + 10 + 100 * 5)
-    wide = 6 * (1 + 10 + 100 * 5) * 2 / 4
-    assert seconds(find("bcast", "binomial"), 4, 5, 0, rates) == math.hypot(deep, wide)
+@pytest.mark.parametrize("load", [0.5, 1.0, 4.0])
+def test_time_is_that_of_the_formula(load: float) -> None:
+    """Binomial broadcast on 4 ranks: 2 steps deep; 3 edges, each with two ends."""
+    rates = Rates(step=1, message=10, byte=100, local=1000, load=load)
+    crowd = max(1.0, load)
+    deep = 2 * (1 * crowd + (10 + 100 * 5) * math.sqrt(crowd))
+    wide = (6 + 3 * (10 + 100 * 5)) * crowd / 4
+    time = seconds(find("bcast", "binomial"), 4, 5, 0, rates)
+    assert time == pytest.approx(math.hypot(deep, wide), rel=1e-12)
 
 
 def test_few_steps_win_where_latency_is_dear_and_few_bytes_where_bandwidth_is() -> None:
