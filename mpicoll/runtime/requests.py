@@ -216,7 +216,8 @@ class Prequest(Request):
     ) -> None:
         """Make a request from what starts it and what frees it."""
         super().__init__(None, limit)
-        self._start = start
+        # Both hold the plan, and with it the caller's buffers.
+        self._begin: Callable[[], Operation] | None = start
         self._release: Callable[[], None] | None = free
 
     def __bool__(self) -> bool:
@@ -225,13 +226,13 @@ class Prequest(Request):
 
     def Start(self) -> None:
         """Begin the collective once more; on all ranks. One that is active raises."""
-        if self._release is None:
+        if self._begin is None:
             raise CallError(MPI.ERR_REQUEST, "this persistent collective was freed")
         if self._operation is not None:
             raise CallError(
                 MPI.ERR_REQUEST, "this persistent collective is active; wait for it first"
             )
-        self._operation = self._start()
+        self._operation = self._begin()
 
     @classmethod
     def Startall(cls, requests: Sequence[Prequest | MPI.Prequest]) -> None:
@@ -244,7 +245,7 @@ class Prequest(Request):
         super().Free()
         if self._release is not None:
             self._release()
-            self._release = None
+            self._release = self._begin = None
 
 
 class GeneralRequest(Request, MPI.Request):
