@@ -36,7 +36,7 @@ from training.clock import Clock, Split
 from training.console import Progress, leave, say
 from training.contrastive import Contrast
 from training.data import Data, load_data
-from training.moe import Mixture
+from training.moe import EXPERT_WIDTH, EXPERTS, WIDTH, Mixture
 from training.network import Perceptron
 from training.stores import Replicated, make_store
 from training.tasks import Classify, Task
@@ -53,8 +53,8 @@ ACCURACY = {
     "zero1": 0.96,
     "zero2": 0.96,
     "zero3": 0.96,
-    "moe": 0.96,
-    "contrastive": 0.90,
+    "moe": 0.95,
+    "contrastive": 0.94,
 }
 VERIFIED = ("ddp", "zero1", "zero2", "zero3")
 
@@ -76,7 +76,8 @@ def make_task(
     """Return what the strategy trains, and the widths of its layers."""
     optimizer = SGD(opts.lr, MOMENTUM)
     if opts.strategy == "moe":
-        return Mixture(data, optimizer, comm, clock, opts.seed, opts.dtype), []
+        task = Mixture(data, optimizer, comm, clock, opts.seed, opts.dtype)
+        return task, [data.x.shape[1], WIDTH, EXPERT_WIDTH, EXPERTS, data.classes]
     outputs = EMBEDDING if opts.strategy == "contrastive" else data.classes
     net = Perceptron([data.x.shape[1], *HIDDEN, outputs])
     layers = net.initial(opts.seed, opts.dtype)

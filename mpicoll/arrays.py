@@ -1,16 +1,17 @@
 """Collectives on arrays: arrays in, arrays out, shape and dtype kept.
 
 Any shape (0-d and empty included), any memory order, strided input too; the result is a
-new C-ordered array and the input is not changed. ``comm`` may be a wrapped or a plain
+new C-ordered array of the input's library and device, and the input is not changed. ``comm`` may be a wrapped or a plain
 mpi4py communicator; without it the world is used. All ranks call with the same dtype and,
 where the collective wants it, the same shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -57,15 +58,78 @@ def _op(op: OpLike) -> MPI.Op | AverageOp:
     return _OPS[op]
 
 
-def _input(x: npt.ArrayLike) -> Array:
-    """Return ``x`` as a C-contiguous array of the same shape, copied only if it must be."""
+class _Library(NamedTuple):
+    """What is needed of an array library: a C-contiguous array, a copy, and a new array of
+    a shape, with dtype and device of another."""
+
+    contiguous: Callable[[Any], Any]
+    copy: Callable[[Any], Any]
+    empty: Callable[[tuple[int, ...], Any], Any]
+
+
+def _contiguous(x: Any) -> Array:
     array = np.asarray(x)
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
+@cache
+def _numpy() -> _Library:
+    return _Library(
+        _contiguous,
+        lambda x: np.array(x, order="C", copy=True),
+        lambda shape, like: np.empty(shape, like.dtype),
+    )
+
+
+@cache
+def _cupy() -> _Library:
+    cupy = sys.modules["cupy"]
+
+    def empty(shape: tuple[int, ...], like: Any) -> Any:
+        with like.device:
+            return cupy.empty(shape, like.dtype)
+
+    return _Library(cupy.ascontiguousarray, lambda x: x.copy(order="C"), empty)
+
+
+@cache
+def _torch() -> _Library:
+    torch = sys.modules["torch"]
+    return _Library(
+        lambda x: x.detach().contiguous(),
+        lambda x: x.detach().clone(memory_format=torch.contiguous_format),
+        lambda shape, like: torch.empty(shape, dtype=like.dtype, device=like.device),
+    )
+
+
+#: By the package that the class of an array is from; whoever has one has loaded it.
+_LIBRARIES: dict[str, Callable[[], _Library]] = {"cupy": _cupy, "torch": _torch}
+
+
+def _library(x: object) -> _Library:
+    return _LIBRARIES.get(type(x).__module__.partition(".")[0], _numpy)()
+
+
+def _input(x: Any) -> Any:
+    """Return ``x`` as a C-contiguous array of the same shape, copied only if it must be."""
+    return _library(x).contiguous(x)
+
+
+def _dtype(array: Any) -> np.dtype[Any]:
+    """Return the dtype, that of NumPy of the same name where it is torch's."""
+    dtype = array.dtype
+    return dtype if isinstance(dtype, np.dtype) else np.dtype(str(dtype).removeprefix("torch."))
+
+
+def _empty(like: Any, shape: tuple[int, ...] | None = None) -> Any:
+    """Return a new array of the library, device and dtype of ``like``, and of its shape."""
+    return _library(like).empty(tuple(like.shape) if shape is None else shape, like)
+
+
 def _like(result: Array, x: object) -> Any:
     """Return a scalar for a scalar, as NumPy functions do for 0-d input."""
-    return result[()] if not isinstance(x, np.ndarray) and result.ndim == 0 else result
+    scalar = isinstance(result, np.ndarray) and result.ndim == 0 and not isinstance(x, np.ndarray)
+    return result[()] if scalar else result
 
 
 def allreduce(
@@ -79,7 +143,7 @@ def allreduce(
 ) -> Any:
     """Return the reduction of ``x`` over all ranks; the same bits on every rank."""
     source = _input(x)
-    result = np.empty_like(source, order="C")
+    result = _empty(source)
     _comm(comm).Allreduce(
         source, result, _op(op), algorithm=algorithm, segment=segment, order=order
     )
@@ -99,7 +163,7 @@ def reduce(
     """Return the reduction of ``x`` over all ranks on the root, None elsewhere."""
     wrapped = _comm(comm)
     source = _input(x)
-    result = np.empty_like(source, order="C") if wrapped.rank == root else None
+    result = _empty(source) if wrapped.rank == root else None
     wrapped.Reduce(
         source, result, _op(op), root, algorithm=algorithm, segment=segment, order=order
     )
@@ -117,7 +181,7 @@ def broadcast(
     """Return the root's ``x`` on all ranks; other ranks pass one of its shape and dtype."""
     wrapped = _comm(comm)
     source = _input(x)
-    result = np.array(source, order="C", copy=True)
+    result = _library(source).copy(source)
     wrapped.Bcast(result, root, algorithm=algorithm, segment=segment)
     return _like(result, x)
 
@@ -131,7 +195,7 @@ def allgather(
     """Return the arrays of all ranks stacked: shape ``(size, *x.shape)``."""
     wrapped = _comm(comm)
     source = _input(x)
-    result = np.empty((wrapped.size, *source.shape), source.dtype)
+    result = _empty(source, (wrapped.size, *source.shape))
     wrapped.Allgather(source, result, algorithm=algorithm)
     return result
 
@@ -149,7 +213,7 @@ def gather(
     if wrapped.rank != root:
         wrapped.Gather(source, None, root, algorithm=algorithm)
         return None
-    result = np.empty((wrapped.size, *source.shape), source.dtype)
+    result = _empty(source, (wrapped.size, *source.shape))
     wrapped.Gather(source, result, root, algorithm=algorithm)
     return result
 
@@ -163,7 +227,8 @@ def scatter(
 ) -> Array:
     """Return ``x[rank]`` of the root's ``x``, whose first axis has one entry per rank.
 
-    Other ranks pass None: shape and dtype are sent along.
+    Other ranks pass None: shape and dtype are sent along, and they get a NumPy array. One
+    that wants its rows in another library passes any array of it, of the same dtype.
     """
     wrapped = _comm(comm)
     source, described = None, None
@@ -175,11 +240,12 @@ def scatter(
             fault = "x is None; the root passes the rows of all ranks"
         elif source.ndim == 0 or source.shape[0] != wrapped.size:
             fault = f"x has shape {source.shape}; its first axis must have {wrapped.size} entries"
-        described = fault, source.shape[1:], source.dtype
+        described = fault, tuple(source.shape[1:]), _dtype(source)
     fault, shape, dtype = wrapped.bcast(described, root=root)
     if fault:
         raise ValueError(f"scatter: root {root}: {fault}")
-    result = np.empty(shape, dtype)
+    like = x if source is None else source
+    result: Any = np.empty(shape, dtype) if like is None else _empty(like, shape)
     wrapped.Scatter(source, result, root, algorithm=algorithm)
     return result
 
@@ -204,7 +270,7 @@ def reduce_scatter(
         raise ValueError("reduce_scatter cuts along the first axis; x is 0-d")
     rows = split(source.shape[0], wrapped.size)
     width = int(np.prod(source.shape[1:], dtype=np.int64))
-    result = np.empty((rows[wrapped.rank], *source.shape[1:]), source.dtype)
+    result = _empty(source, (rows[wrapped.rank], *source.shape[1:]))
     wrapped.Reduce_scatter(
         source,
         result,
@@ -242,7 +308,7 @@ def alltoall(
     receives = np.empty(wrapped.size, np.int64)
     wrapped.Alltoall(np.array(sends, np.int64), receives)
     width = int(np.prod(source.shape[1:], dtype=np.int64))
-    result = np.empty((int(receives.sum()), *source.shape[1:]), source.dtype)
+    result = _empty(source, (int(receives.sum()), *source.shape[1:]))
     wrapped.Alltoallv(
         [source, [count * width for count in sends]],
         [result, [int(count) * width for count in receives]],

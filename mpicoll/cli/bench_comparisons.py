@@ -128,7 +128,7 @@ def _broadcast(name: str, rank: int, call: Callable[[], object], data: Array) ->
 # -- skewed all-to-all ---------------------------------------------------------------------
 
 
-def countscalled_on(size: int, total: int, hot: bool) -> list[int]:
+def counts_of(size: int, total: int, hot: bool) -> list[int]:
     """Return how many items a rank sends to each: equal parts, or half of all to rank 0."""
     if not hot or size == 1:
         return list(split(total, size))
@@ -144,7 +144,7 @@ def skewed(comm: Comm, who: Sequence[str], stack: ExitStack) -> Comparison:
     for one in who if comm.size > 2 else ():
         base = f"{one}, even"
         for label, hot in ((base, False), (f"{one}, skewed", True)):
-            counts = countscalled_on(comm.size, items, hot)
+            counts = counts_of(comm.size, items, hot)
             call = called_on(comm, one).Alltoallv
             entries.append(Entry(_exchange(label, call, comm.rank, counts), base))
             fullest[label] = float(8 * comm.size * max(counts))

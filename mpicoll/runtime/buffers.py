@@ -379,8 +379,8 @@ def _simple(spec: Any, blocks: int, readonly: bool) -> Buffer:
         fast = of_array(spec)
         if fast is not None and spec.flags.forc and (readonly or spec.flags.writeable):
             count = _inferred(spec.nbytes, fast, blocks)
-            memory = Memory(MPI.Get_address(spec), spec.nbytes, not spec.flags.writeable, spec)
-            return _blocked(memory, fast, count, 0, blocks, fits=True)
+            whole = Memory(MPI.Get_address(spec), spec.nbytes, not spec.flags.writeable, spec)
+            return _blocked(whole, fast, count, 0, blocks, fits=True)
     data, count, displ, datatype = _unpacked(spec, (tuple, list))
     memory, item = _basic(data, datatype, readonly)
     start = 0

@@ -95,7 +95,10 @@ def _shown(data: Any) -> Shown | None:
 
 
 def _dtype(typestr: str, said: object) -> DType:
-    """Return the dtype; that of ml_dtypes has only its size in the interface."""
+    """Return the dtype; the interface has no name for those of ml_dtypes, and one for several
+    of C."""
+    if isinstance(said, np.dtype):
+        return said
     name = str(said).removeprefix("torch.")
     its_own = getattr(ml_dtypes, name, None) if typestr[1:2] == "V" else None
     return np.dtype(its_own or typestr)

@@ -39,7 +39,7 @@ class Image:
     def holds(self, array: Any) -> bool:
         """Whether an array lies in the memory."""
         start = address_of(array) - address_of(self.memory)
-        return 0 <= start and start + array.nbytes <= self.memory.size
+        return start >= 0 and start + array.nbytes <= self.memory.size
 
     def of(self, array: Any) -> Array:
         """Return the device's counterpart of an array."""
@@ -66,8 +66,12 @@ class DeviceExchange(Exchange):
         on_device = [where != 3, where != 3]
         if where == 4:  # one side here, one there
             on_device[self.case.number // 5 % 2] = False
+        if self.case.collective in ("gather", "reduce") and self.rank != self.case.root:
+            on_device[1] = False  # not looked at
         sides = [
-            side for side, on in zip((send, recv), on_device, strict=True) if side is not None and on
+            side
+            for side, on in zip((send, recv), on_device, strict=True)
+            if side is not None and on
         ]
         self._images = tuple([Image(side.memory) for side in sides])
         self._host = [
@@ -95,9 +99,7 @@ class DeviceExchange(Exchange):
             if image.passed:
                 image.down()
 
-    def _persistent(
-        self, comm: MPI.Intracomm, args: list[Any], keywords: dict[str, Any]
-    ) -> None:
+    def _persistent(self, comm: MPI.Intracomm, args: list[Any], keywords: dict[str, Any]) -> None:
         plan = getattr(comm, f"{self.case.method}_init")(*args, **keywords)
         for _ in range(2):
             BACKEND.new_stream()

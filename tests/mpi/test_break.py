@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_come_back(jobs: dict[str, Future[Ended]], name: st
     live = done.of(stops=False)
     if kill == "True" and not (alone == "True" and HYDRA):
         return  # the launcher saw it first
-    assert len(live) == int(size) - 1, done.err
+    assert len(live) == int(size) - 1, done
     for line in live:
         assert line["error"] == "CollectiveTimeout", line
         assert line["silent"] == [1], line
@@ -275,7 +275,6 @@ def test_an_operator_of_mpi4py_that_raises(jobs: dict[str, Future[Ended]]) -> No
     done = jobs["raises"].result()
     assert done.status != 0
     assert len(done.of(begun=True)) == 3
-    assert len(done.of(end=True)) < 3
     assert "ValueError: boom" in done.err
 
 

@@ -10,7 +10,7 @@ import jobs_path
 import numpy as np
 import pytest
 from training.bounds import Bounded, Format
-from training.clock import Clock
+from training.clock import Clock, Split
 from training.contrastive import Contrast, views
 from training.data import share
 from training.moe import Mixture
@@ -100,6 +100,22 @@ def test_views_do_not_depend_on_the_share() -> None:
     part = views(x[2:5], rows[2:5], 1, 2)
     assert all((a[2:5] == b).all() for a, b in zip(whole, part, strict=True))
     assert (whole[0] != whole[1]).any()
+
+
+def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 63.0])
+    monkeypatch.setattr("training.clock.time.perf_counter", lambda: next(times))
+    clock = Clock()
+    with clock.step():  # computes from 0 to 1
+        with clock.communication(under_way=True):  # a call until 3
+            pass
+        # A call from 7 on, after computing meanwhile; within it computing from 15 to 31.
+        with clock.communication(under_way=False), clock.computing():
+            pass
+    assert clock.split == Split(1 + 4 + 16, 2 + 8 + 32, 4 + 16)
+    assert clock.split.whole == 63
+    assert clock.split.since(Split(1, 2, 4)) == Split(20, 40, 16)
+    assert clock.split.per_step(2).startswith("31500.00 ms = 10500.00 compute + 21000.00")
 
 
 # -- the references themselves ------------------------------------------------------------

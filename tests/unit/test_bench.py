@@ -15,7 +15,6 @@ from rich.text import Text
 from mpicoll.cli import bench_bars
 from mpicoll.cli.bench_plot import draw
 from mpicoll.cli.bench_report import add_rows, conclude, percent, series, table
-from mpicoll.cli.launch import found as launched
 from mpicoll.cli.main import run
 
 LIMIT = {"one_way": {"rate": 4e9}, "both_ways": {"rate": 2e9}, "memcpy": {"rate": 8e9}}
@@ -190,7 +189,7 @@ def test_panels(rivals: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Non
 def test_missing_matplotlib_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launched() is None
+    monkeypatch.setattr("mpicoll.cli.launch.found", lambda: None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["bench", "allreduce", "--plot", "x.png"]) == 2
     assert "pip install 'mpicoll[plot]'; --plot - does not" in capsys.readouterr().err

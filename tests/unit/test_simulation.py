@@ -207,6 +207,23 @@ def test_folded_links_carry_what_all_of_them_do(network: int, shift: int) -> Non
     assert (wire[: few.size] == slow).all()
 
 
+@pytest.mark.parametrize("network", [0, 1, 2])
+def test_folded_ports_meet_what_comes_from_several_periods(network: int) -> None:
+    fabric = Fabric(128, 2, networks(64)[network], 1e8, LOCAL)  # slow ports
+    period = fabric.period
+    assert 3 * period <= 128
+    ranks = np.arange(128)
+    # All send to the first rank of a period: the odd ones of the second next, others of the next.
+    targets = (ranks // period * period + (1 + ranks % 2) * period) % 128
+    units = 1 + ranks % period % 3
+    latency, wire = fabric.transfer(ranks, targets, units)
+    late, slow = fabric.transfer(
+        ranks[:period], targets[:period], units[:period], np.zeros(period, int), folded=True
+    )
+    assert (latency[:period] == late).all()
+    assert (wire[:period] == slow).all()
+
+
 # -- an independent replay ----------------------------------------------------------------
 
 

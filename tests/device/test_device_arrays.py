@@ -1,0 +1,241 @@
+"""Device arrays where callers meet them: arrays in and out, specifications, refusals, order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import deferred
+import ml_dtypes
+import numpy as np
+import pytest
+from deferred import BACKEND, Array, array, empty, host
+from mpi4py import MPI
+
+import mpicoll
+from mpicoll import Comm, arrays
+from mpicoll.runtime import device, device_run, link, staging
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make deferred arrays known to the array functions."""
+    made = arrays._Library(
+        lambda x: x,
+        lambda x: array(host(x)),
+        lambda shape, like: empty(shape, like.dtype),
+    )
+    monkeypatch.setitem(arrays._LIBRARIES, "deferred", lambda: made)
+    monkeypatch.setattr(Array, "__module__", "deferred")
+
+
+@pytest.mark.parametrize("pointers", [True, False])
+def test_arrays_come_out_in_their_library(pointers: bool, world: Comm, library: None) -> None:
+    BACKEND.use("late", pointers)
+    size, rank = world.size, world.rank
+    x = np.arange(6, dtype=np.float32).reshape(2, 3) + rank
+    total = sum(np.arange(6, dtype=np.float32).reshape(2, 3) + peer for peer in range(size))
+    result = mpicoll.allreduce(array(x), comm=world)
+    assert isinstance(result, Array)
+    assert result.shape == (2, 3)
+    np.testing.assert_array_equal(host(result), total)
+    np.testing.assert_array_equal(host(mpicoll.allreduce(array(x), "mean", world)), total / size)
+    np.testing.assert_array_equal(host(mpicoll.allgather(array(x), world))[rank], x, strict=True)
+    np.testing.assert_array_equal(host(mpicoll.broadcast(array(x), 0, world)), x - rank)
+    rows, counts = mpicoll.alltoall(array(np.full((size, 2), rank)), comm=world)
+    np.testing.assert_array_equal(host(rows), np.repeat(np.arange(size), 2).reshape(size, 2))
+    assert counts == [1] * size
+    part = mpicoll.reduce_scatter(array(np.ones((size, 4))), comm=world)
+    np.testing.assert_array_equal(host(part), np.full((1, 4), size))
+    rows = np.arange(2 * size).reshape(size, 2)
+    mine = mpicoll.scatter(array(rows if rank == 0 else rows[:1]), 0, world)
+    np.testing.assert_array_equal(host(mine), rows[rank])
+
+
+def test_halves_accumulate_wide_and_divide_before_rounding(world: Comm) -> None:
+    for dtype in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)):
+        for pointers in (True, False):
+            BACKEND.use("late", pointers)
+            x = np.full(3000, 40000.0).astype(dtype)
+            result = empty((3000,), dtype)
+            world.Allreduce(array(x), result, mpicoll.AVG)
+            assert (host(result) == x).all()
+            assert BACKEND.folds or world.size == 1
+
+
+@pytest.mark.parametrize("pointers", [True, False])
+def test_folds_stay_on_the_device(pointers: bool, world: Comm) -> None:
+    BACKEND.use("late", pointers)
+    x = array(np.ones(5000))
+    before = BACKEND.copies
+    world.Allreduce(x, empty((5000,), np.float64), algorithm="recursive_doubling")
+    assert (BACKEND.folds > 0) == (world.size > 1)
+    if pointers:  # nothing is copied but within the device
+        assert BACKEND.copies - before <= 2 + world.size
+
+
+@pytest.mark.parametrize("op", ["MINLOC", "user", "complex product", "compress"])
+def test_what_has_no_kernel_goes_through_the_host(op: str, world: Comm) -> None:
+    BACKEND.use("late", True)
+    options: dict[str, Any] = {}
+    operator: Any = MPI.SUM
+    x: Any = np.full(4000, 2.0 + world.rank)
+    if op == "user":
+        operator = MPI.Op.Create(
+            lambda a, b, _: np.add(np.frombuffer(a), out := np.frombuffer(b), out=out),
+            commute=True,
+        )
+    expected: Any = sum(np.full(4000, 2.0 + peer) for peer in range(world.size))
+    if op == "complex product":
+        operator, x = MPI.PROD, np.full(4000, 1j)
+        expected = np.full(4000, 1j**world.size)
+    if op == "compress":
+        x, options = x.astype(np.float32), {"compress": "bf16"}
+    spec: Any = array(x)
+    target: Any = empty(x.shape, x.dtype)
+    result = target
+    if op == "MINLOC":
+        operator = MPI.MINLOC
+        x = np.zeros(4000, np.dtype("f8,i4", align=True))
+        x["f0"], x["f1"] = 1.0, world.rank
+        result = empty((x.nbytes,), np.uint8)
+        spec = [array(x.view(np.uint8).reshape(-1)), 4000, MPI.DOUBLE_INT]
+        target = [result, 4000, MPI.DOUBLE_INT]
+    world.Allreduce(spec, target, operator, **options)
+    assert BACKEND.folds == 0
+    if op == "MINLOC":
+        assert (host(result).view(x.dtype)["f1"] == 0).all()
+    else:
+        np.testing.assert_array_equal(host(result), expected)
+    if op == "user":
+        operator.Free()
+
+
+def test_dlpack_alone_is_enough(world: Comm) -> None:
+    capsules: list[Any] = []
+
+    class OnlyDlpack:
+        def __init__(self, of: Array, numpy: Any) -> None:
+            self.of, self.numpy = of, numpy
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+        def __dlpack__(self, stream: int) -> Any:
+            assert stream == -1
+            capsules.append(self.numpy.__dlpack__())
+            return capsules[-1]
+
+    device._BACKENDS[OnlyDlpack] = BACKEND
+    BACKEND.use("late", True)
+    memory = np.arange(600.0).reshape(20, 30)
+    given = OnlyDlpack(array(memory), memory)
+    found = device.recognised(given)
+    assert found is not None
+    assert (found.address, found.length) == (deferred.address_of(memory), memory.nbytes)
+    assert found.dtype == np.float64
+    result = empty((20, 30), np.float64)
+    world.Allreduce(given, result)
+    np.testing.assert_array_equal(host(result), memory * world.size)
+    del device._BACKENDS[OnlyDlpack]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Array(4096, (4, 4), "f8", (64, 8)), BufferError, "not contiguous"),
+        (lambda: Array(4096, (4,), "f8", readonly=True), BufferError, "not writable"),
+        (lambda: Array(4096, (4,), "f4,i4"), KeyError, "cannot map"),
+        (lambda: Array(4096, (4,), ">f8"), KeyError, "cannot map"),
+    ],
+)
+def test_refused_before_anything_is_sent(
+    make: Callable[[], Array], error: type[Exception], words: str, world: Comm
+) -> None:
+    before = world.stats.total.bytes_sent
+    with pytest.raises(error, match=words):
+        world.Allreduce(MPI.IN_PLACE, make())
+    assert world.stats.total.bytes_sent == before
+    world.Barrier()
+
+
+def test_two_devices_in_one_call_are_refused(world: Comm) -> None:
+    with pytest.raises(ValueError, match="device 0 and receive buffer on device 1"):
+        world.Allreduce(array(np.ones(4)), empty((4,), np.float64, device=1))
+    world.Barrier()
+
+
+def test_protocol_by_setting_then_by_the_library(
+    world: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    for name in ("Direct", "Staged"):
+        kind = getattr(device_run, name)
+
+        def made(*args: Any, kind: Any = kind) -> Any:
+            used.append(kind.__name__)
+            return kind(*args)
+
+        monkeypatch.setattr(link, name, made)
+    for setting, says, expected in (
+        (None, True, "Direct"),
+        (None, False, "Staged"),
+        (True, False, "Direct"),
+        (False, True, "Staged"),
+    ):
+        BACKEND.use("late", says)
+        changed = replace(world._link.settings, cuda_aware=setting)
+        monkeypatch.setattr(world._link, "settings", changed)
+        world.Allreduce(array(np.ones(9)), empty((9,), np.float64))
+        assert used[-1] == expected
+
+
+@pytest.mark.parametrize("fault", ["copy", "fold"])
+def test_a_fault_of_the_device_is_raised_and_hangs_nobody(
+    fault: str, world: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BACKEND.use("late", False)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the device fell off")
+
+    with monkeypatch.context() as patch:
+        if world.rank == 0:
+            patch.setattr(BACKEND, fault, broken)
+        caught: Exception | None = None
+        try:
+            world.Allreduce(array(np.ones(999)), empty((999,), np.float64), algorithm="ring")
+        except Exception as error:
+            caught = error
+    if world.size > 1:
+        assert isinstance(caught, RuntimeError if world.rank == 0 else mpicoll.PeerError)
+    result = empty((999,), np.float64)
+    world.Allreduce(array(np.ones(999)), result)
+    assert (host(result) == world.size).all()
+
+
+def test_nothing_is_kept_over_many_calls(world: Comm) -> None:
+    BACKEND.use("late", False)
+    x, result = array(np.ones(999)), empty((999,), np.float64)
+    for _ in range(3):
+        world.Allreduce(x, result)
+    held, made = staging.pool_of(BACKEND).held, len(BACKEND._streams)
+    for _ in range(20):
+        world.Allreduce(x, result)
+    assert staging.pool_of(BACKEND).held == held
+    assert len(BACKEND._streams) == made
+
+
+def test_several_in_flight_on_several_streams(world: Comm) -> None:
+    for pointers in (True, False):
+        BACKEND.use("by chance", pointers)
+        given = []
+        for number in range(4):
+            BACKEND.new_stream()
+            x, result = array(np.full(700, float(number))), empty((700,), np.float64)
+            given.append((world.Iallreduce(x, result), x, result, number))
+        for request, _, result, number in reversed(given):
+            request.Wait()
+            BACKEND.new_stream()
+            assert (host(result) == number * world.size).all()

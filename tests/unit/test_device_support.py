@@ -1,0 +1,121 @@
+"""Which MPI takes device pointers, and which device is a rank's, without MPI or a device."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+support = pytest.importorskip("mpicoll.runtime.device_support")
+
+
+@pytest.mark.parametrize("variable", support.LOCAL_RANKS)
+def test_local_rank_by_each_launcher(variable: str) -> None:
+    assert support.local_rank({variable: "3"}) == 3
+
+
+def test_no_launcher_says_nothing() -> None:
+    assert support.local_rank({"SLURM_LOCALID": ""}) is None
+
+
+def test_ranks_share_devices_in_turn() -> None:
+    assert [support._chosen(local, 2) for local in range(5)] == [0, 1, 0, 1, 0]
+
+
+def test_no_device_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="sees no device"):
+        support._chosen(0, 0)
+
+
+def test_no_local_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in support.LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="pass a communicator"):
+        support.bind_device()
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "1", "MPI_LOCALNRANKS": "4"}, "shows this rank one device"),
+        ({"SLURM_GPUS_PER_TASK": "1"}, "gpu-bind=none"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "shared by IPC"),
+    ],
+)
+def test_warnings(environment: dict[str, str], words: str) -> None:
+    (warning,) = support.binding_warnings(environment)
+    assert words in warning
+
+
+def test_nothing_to_warn_of() -> None:
+    shared = {"CUDA_VISIBLE_DEVICES": "0,1", "MPI_LOCALNRANKS": "2"}
+    assert support.binding_warnings(shared) == []
+    assert support.binding_warnings({"CUDA_VISIBLE_DEVICES": "0"}) == []
+
+
+def test_children_are_launched_anew() -> None:
+    given = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_MCA_pml": "ucx",
+        "OMPI_MCA_orte_x": "1",
+        "PMIX_RANK": "1",
+        "SLURM_NTASKS": "8",
+        "UCX_TLS": "all",
+        "PATH": "/bin",
+    }
+    assert support._clean(given) == {"OMPI_MCA_pml": "ucx", "UCX_TLS": "all", "PATH": "/bin"}
+
+
+@pytest.mark.parametrize(
+    ("script", "answer"),
+    [
+        ("echo takes device pointers; echo takes device pointers", True),
+        ("echo takes device pointers", False),
+        ("echo takes device pointers; echo takes device pointers; exit 139", False),
+        ("kill -SEGV $$", False),
+        ("sleep 30", False),
+    ],
+)
+def test_trial_believes_two_ranks_that_lived(tmp_path: Path, script: str, answer: bool) -> None:
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text(f"#!/bin/sh\n{script}\n")
+    launcher.chmod(launcher.stat().st_mode | stat.S_IXUSR)
+    assert support.tried(str(launcher), seconds=2.0) is answer
+
+
+def test_one_process_of_a_host_tries_for_all(tmp_path: Path) -> None:
+    trials, answers = [], []
+    begun, end = threading.Event(), threading.Event()
+
+    def trial() -> bool:
+        trials.append(1)
+        begun.set()
+        end.wait(10)
+        return True
+
+    threads = [
+        threading.Thread(target=lambda: answers.append(support._answer(trial, tmp_path)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    begun.wait(10)
+    end.set()
+    for thread in threads:
+        thread.join(20)
+    assert answers == [True] * 3
+    assert len(trials) == 1
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_no_sign_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "signs", list)
+    monkeypatch.setattr(support, "_answer", lambda trial: pytest.fail("it was tried"))
+    assert support.takes_device_pointers.__wrapped__() is False
+
+
+def test_switches_are_signs() -> None:
+    assert "I_MPI_OFFLOAD" in support.signs({**os.environ, "I_MPI_OFFLOAD": "1"})
