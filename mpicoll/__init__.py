@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from mpicoll.comm import Cartcomm, Comm, Distgraphcomm, Graphcomm
     from mpicoll.runtime.abort import abort_on_exception
+    from mpicoll.runtime.device_support import bind_device
     from mpicoll.runtime.operators import AVG, create_op
     from mpicoll.runtime.requests import Prequest, Request
     from mpicoll.runtime.trace import trace_region
@@ -55,6 +56,7 @@ _LAZY = {
     "allreduce": "mpicoll.arrays",
     "alltoall": "mpicoll.arrays",
     "barrier": "mpicoll.arrays",
+    "bind_device": "mpicoll.runtime.device_support",
     "broadcast": "mpicoll.arrays",
     "create_op": "mpicoll.runtime.operators",
     "gather": "mpicoll.arrays",
@@ -87,6 +89,7 @@ __all__ = [
     "allreduce",
     "alltoall",
     "barrier",
+    "bind_device",
     "broadcast",
     "create_op",
     "gather",

@@ -1,9 +1,9 @@
 """Collectives on arrays: arrays in, arrays out, shape and dtype kept.
 
 Any shape (0-d and empty included), any memory order, strided input too; the result is a
-new C-ordered array of the input's library and device, and the input is not changed. ``comm`` may be a wrapped or a plain
-mpi4py communicator; without it the world is used. All ranks call with the same dtype and,
-where the collective wants it, the same shape.
+new C-ordered array of the input's library and device, and the input is not changed.
+``comm`` may be a wrapped or a plain mpi4py communicator; without it the world is used. All
+ranks call with the same dtype and, where the collective wants it, the same shape.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _empty(like: Any, shape: tuple[int, ...] | None = None) -> Any:
     return _library(like).empty(tuple(like.shape) if shape is None else shape, like)
 
 
-def _like(result: Array, x: object) -> Any:
+def _like(result: Any, x: object) -> Any:
     """Return a scalar for a scalar, as NumPy functions do for 0-d input."""
     scalar = isinstance(result, np.ndarray) and result.ndim == 0 and not isinstance(x, np.ndarray)
     return result[()] if scalar else result
@@ -191,7 +191,7 @@ def allgather(
     comm: MPI.Intracomm | None = None,
     *,
     algorithm: str | None = None,
-) -> Array:
+) -> Any:
     """Return the arrays of all ranks stacked: shape ``(size, *x.shape)``."""
     wrapped = _comm(comm)
     source = _input(x)
@@ -206,7 +206,7 @@ def gather(
     comm: MPI.Intracomm | None = None,
     *,
     algorithm: str | None = None,
-) -> Array | None:
+) -> Any:
     """Return the arrays of all ranks stacked, ``(size, *x.shape)``, on the root only."""
     wrapped = _comm(comm)
     source = _input(x)
@@ -224,7 +224,7 @@ def scatter(
     comm: MPI.Intracomm | None = None,
     *,
     algorithm: str | None = None,
-) -> Array:
+) -> Any:
     """Return ``x[rank]`` of the root's ``x``, whose first axis has one entry per rank.
 
     Other ranks pass None: shape and dtype are sent along, and they get a NumPy array. One
@@ -258,7 +258,7 @@ def reduce_scatter(
     algorithm: str | None = None,
     segment: int | None = None,
     order: OrderWish = None,
-) -> Array:
+) -> Any:
     """Return this rank's share of the reduction of ``x``, cut along the first axis.
 
     Rank r gets rows ``r*n/size`` on; if ``size`` does not divide the rows, the first ranks
@@ -289,7 +289,7 @@ def alltoall(
     comm: MPI.Intracomm | None = None,
     *,
     algorithm: str | None = None,
-) -> tuple[Array, list[int]]:
+) -> tuple[Any, list[int]]:
     """Send rows of ``x`` to each rank; return the rows received and how many from whom.
 
     ``splits[d]`` rows go to rank d, in order; None cuts the rows evenly. The counts that

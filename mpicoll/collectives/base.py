@@ -91,7 +91,11 @@ def forms(
     signature = _signature(planner, known)
     accepted = frozenset(signature.parameters)
 
-    def plan(self: Base, opened: Opened, args: Any, options: dict[str, Any]) -> Planning:
+    def plan(
+        self: Base, opened: Opened, args: Any, options: dict[str, Any], fault: Exception | None
+    ) -> Planning:
+        if fault is not None:
+            raise fault
         if options and options.keys() - accepted:
             unknown = ", ".join(sorted(options.keys() - accepted))
             raise TypeError(f"unexpected keyword argument {unknown}; known: {', '.join(known)}")
@@ -100,11 +104,11 @@ def forms(
     def blocking(self: Base, *args: Any, **options: Any) -> None:
         link = self._link
         opened = link.open(collective)
-        time_limit = self._limit(options, opened, name)
+        time_limit, fault = self._limit(options)
         if link.plain and time_limit is None and not progress.ACTIVE:
             # The usual case, without what the others need. It does what `_course` does.
             try:
-                planned = plan(self, opened, args, options)
+                planned = plan(self, opened, args, options, fault)
                 if isinstance(planned, Plan):
                     link.run(planned, opened.record)
                     link.closed(opened.record, None)
@@ -116,15 +120,17 @@ def forms(
             course = self._course(lambda: planned, name, opened, {})
         else:
             given = _given(planner, args, options) if link.settings.check else {}
-            course = self._course(lambda: plan(self, opened, args, options), name, opened, given)
+            course = self._course(
+                lambda: plan(self, opened, args, options, fault), name, opened, given
+            )
         progress.Operation(link, opened.record, course).wait(time_limit)
 
     def nonblocking(self: Base, *args: Any, **options: Any) -> Request:
         opened = self._link.open(collective, "non-blocking")
-        time_limit = self._limit(options, opened, f"I{collective}")
+        time_limit, fault = self._limit(options)
         given = _given(planner, args, options) if self._link.settings.check else {}
         course = self._course(
-            lambda: plan(self, opened, args, options), f"I{collective}", opened, given
+            lambda: plan(self, opened, args, options, fault), f"I{collective}", opened, given
         )
         operation = progress.Operation(self._link, opened.record, course)
         request = request_for(operation, time_limit)
@@ -137,10 +143,14 @@ def forms(
         args = args[:-1] if args and isinstance(args[-1], MPI.Info) else args
         options.pop("info", None)
         opened = self._link.open(collective, "persistent")
-        time_limit = self._limit(options, opened, f"{name}_init")
+        time_limit, fault = self._limit(options)
         given = _given(planner, args, options) if self._link.settings.check else {}
         return self._prepare(
-            lambda: plan(self, opened, args, options), f"{name}_init", opened, given, time_limit
+            lambda: plan(self, opened, args, options, fault),
+            f"{name}_init",
+            opened,
+            given,
+            time_limit,
         )
 
     for method, called, summary in (
@@ -247,17 +257,16 @@ class Base:
         comm = cast(MPI.Intracomm, self)
         return str(comm.Get_rank()) if comm != MPI.COMM_NULL else "?"
 
-    def _limit(self, options: dict[str, Any], opened: Opened, name: str) -> float | None:
-        """Return the time limit of a call, which is taken out of its keywords."""
+    def _limit(self, options: dict[str, Any]) -> tuple[float | None, Exception | None]:
+        """Take the time limit of a call out of its keywords; return what is wrong with it, too."""
         given = options.pop("timeout", None) if options else None
+        usual = self._link.settings.timeout
         if given is None:
-            return self._link.settings.timeout
+            return usual, None
         try:
-            return limit(given)
+            return limit(given), None
         except ValueError as error:
-            place(error, name, self._rank_for_errors())
-            self._link.closed(opened.record, error)
-            raise
+            return usual, error
 
     def _course(
         self,

@@ -30,7 +30,7 @@ Words: TypeAlias = npt.NDArray[np.int64]
 Planned: TypeAlias = "Plan | Generator[Execution, None, Plan]"
 
 #: Bytes of a claim on the wire, and characters of one value in it.
-CLAIM_BYTES = 1024
+CLAIM_BYTES = 2048
 VALUE = 80
 #: Ranks that are shown one by one.
 SHOWN = 16
@@ -88,9 +88,9 @@ def _compare(
     link: Link, opened: Opened, stage: int, claim: Claim, error: Exception | None
 ) -> Generator[Execution, None, None]:
     """Show a claim to all ranks; raise where they differ, or one of them has an error."""
-    short = {name: value[:VALUE] for name, value in claim.items()}
+    short = {name: _plain(value)[:VALUE] for name, value in claim.items()}
     if error is not None:
-        short = {"error": f"{type(error).__name__}: {error}"[: 2 * VALUE]}
+        short = {"error": _plain(f"{type(error).__name__}: {error}")[: 2 * VALUE]}
     claims = [json.loads(text) for text in (yield from _gather(link, opened, stage, short))]
     if error is not None:
         raise error
@@ -162,6 +162,11 @@ def _run(
     tag = link.tags.tag(opened.sequence, "check", stage)
     memory = (source.reshape(-1).view(np.uint8), target.reshape(-1).view(np.uint8))
     yield from link.exchange(schedule, tag, *memory, opened.record, "check")
+
+
+def _plain(text: str) -> str:
+    """Return text of which a character is a byte, so that what is cut has a length."""
+    return text.encode("ascii", "backslashreplace").decode()
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -63,7 +63,7 @@ class Drain(Execution):
 def rounds(
     lane: Lane,
     execution: Execution,
-    load: Callable[[], None],
+    loads: Sequence[Callable[[], None] | None],
     finish: Callable[[], None],
 ) -> Generator[Execution, None, None]:
     """Yield what runs a plan on device memory, in the order of law 6.
@@ -73,11 +73,13 @@ def rounds(
     """
     try:
         lane.enter()
-        load()
-        if lane.hosted:
-            drain = Drain(lane.loaded)
-            yield drain
-            execution.failed = drain.failed
+        for load in loads:
+            if load is not None and execution.failed is None:
+                load()
+                if lane.hosted:  # the next one may work on what is copied down
+                    drain = Drain(lane.loaded)
+                    yield drain
+                    execution.failed = drain.failed
     except Exception as error:
         execution.failed = error
     yield execution

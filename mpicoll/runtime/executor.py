@@ -408,6 +408,17 @@ class PersistentExecution(Execution):
             MPI.Prequest.Startall(prepared)
             requests.extend(prepared)
 
+    def pending(self) -> tuple[int, ...]:
+        """Return the peers of this step.
+
+        Which of them it still waits for is not asked: MPICH ends a persistent request that is
+        asked for its status.
+        """
+        if not self._requests:
+            return ()
+        recvs, sends, _, _ = self._program.stages[self._number]
+        return tuple(sorted({message.peer for message in (*recvs, *sends)}))
+
     def free(self) -> None:
         """Give the MPI requests back; none may be under way."""
         for requests in self._prepared:

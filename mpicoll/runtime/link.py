@@ -258,6 +258,7 @@ class Link:
             if sequences is None or operation.record.sequence in sequences:
                 operation.hold_to(self.settings.timeout)
                 progress.await_(operation.advance, operation.watch)
+                progress.discard(operation)
 
     def choose(
         self, wanted: Wanted, algorithm: str | None = None, segment_bytes: int | None = None
@@ -286,7 +287,13 @@ class Link:
         work = self._take_work(plan.program.work_bytes)
         execution = self._bind(plan, record, work)
         plan.load()
-        execution.run()
+        try:
+            execution.run()
+        except KeyboardInterrupt as error:
+            # It came between two steps. The others wait for the rest of the schedule.
+            execution.failed = execution.failed or error
+            progress.launch(progress.Operation(self, record, _rest(execution)))
+            raise
         self._give_work(work)
         self._over(plan, execution)
 
@@ -338,7 +345,7 @@ class Link:
         """Yield what runs a plan on device memory."""
         assert plan.lane is not None
         _describe(plan, record)
-        yield from rounds(plan.lane, execution, plan.load, plan.finish)
+        yield from rounds(plan.lane, execution, plan.loads, plan.finish)
         self._count(plan.program, plan.algorithm.collective, plan.algorithm.name)
 
     def wait_native(self, name: str, request: MPI.Request, limit: float | None) -> None:
@@ -427,11 +434,17 @@ class Link:
             return  # a poisoned link stays among the links: the end of the process asks for it
         self._complete()
         self.tags.settle()
+        self.tags.sweep()
         _LINKS.remove(self)
         if self.watched:
             watchdog.WATCHED.remove(self)
         RECORDER.leave(self.identity)
         self.hidden.Free()
+
+
+def _rest(execution: Execution) -> progress.Course:
+    """Yield what goes on when the call has been left."""
+    yield execution
 
 
 def _native(request: MPI.Request) -> progress.Course:

@@ -84,7 +84,13 @@ class Operation:
         with self._busy:
             while not self.done:
                 if self._execution is not None:
-                    self._execution.run()
+                    try:
+                        self._execution.run()
+                    except KeyboardInterrupt as error:
+                        # It came between two steps. The others wait for the rest.
+                        self._execution.failed = self._execution.failed or error
+                        ACTIVE.append(self)
+                        raise
                 self._next()
 
     def _next(self) -> None:
@@ -131,6 +137,7 @@ class Operation:
     def _await(self) -> None:
         try:
             await_(self.advance, self.watch)
+            discard(self)
         except CollectiveTimeout:
             discard(self)
             raise

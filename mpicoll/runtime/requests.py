@@ -146,12 +146,22 @@ class Request:
     @classmethod
     def Testall(cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None) -> bool:
         """Return whether all are complete; if not, none of them is given up."""
-        if not all(request.Get_status() for request in requests):
-            for request in requests:
-                if isinstance(request, Request):
-                    request._watch()
+        ours = [request for request in requests if isinstance(request, Request)]
+        if not all(request.Get_status() for request in ours):
+            for one in ours:
+                one._watch()
             return False
-        return cls.Waitall(requests, statuses)
+        others = [request for request in requests if not isinstance(request, Request)]
+        found: list[MPI.Status] = [MPI.Status() for _ in others]
+        if not MPI.Request.Testall(others, found):
+            return False
+        if statuses is not None:
+            known = iter(found)
+            for number, request in enumerate(requests):
+                status = _status(statuses, number)
+                if not isinstance(request, Request) and status is not None:
+                    statuses[number] = next(known)
+        return cls.Waitall(ours)
 
     @classmethod
     def Waitany(cls, requests: Sequence[_Any], status: MPI.Status | None = None) -> int:

@@ -31,7 +31,8 @@ class Tags:
 
         ``wait`` has to wait for a request of the MPI while it drives the calls in flight.
         """
-        upper = hidden.Get_attr(MPI.TAG_UB)
+        # Open MPI knows it of the world alone.
+        upper = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         half = ((upper if isinstance(upper, int) else 32767) + 1) // 2
         self._hidden = hidden
         self._wait = wait
@@ -92,6 +93,17 @@ class Tags:
         passed, self._passed = self._passed, None
         if passed is not None:
             self._wait(passed)
+
+    def sweep(self) -> None:
+        """Throw away every message that nobody received, before the end; collective.
+
+        The MPI may give the context to another communicator, which would receive them.
+        """
+        status = MPI.Status()
+        for _ in range(2):  # what was under way at the first barrier is there at the second
+            self._wait(self._hidden.Ibarrier())
+            while message := self._hidden.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                message.Recv([bytearray(status.count), MPI.BYTE])
 
     def _clean(self, sequence: int) -> None:
         """Throw away the messages that were sent to a call which raised."""

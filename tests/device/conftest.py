@@ -40,6 +40,12 @@ globals().update(
 )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs CuPy and a device")
+    _SHARED.pytest_configure(config)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     with contextlib.suppress(ValueError):  # tests/mpi has added them
         _SHARED.pytest_addoption(parser)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicoll.runtime import device_kernels
-from mpicoll.runtime.staging import Kernel, Layout
+from mpicoll.runtime.staging import NOWHERE, Kernel, Layout
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Policy: TypeAlias = Literal["late", "up early", "by chance"]
@@ -164,8 +164,13 @@ class Deferred:
         """Queue a copy out of items with gaps."""
 
         def gather() -> None:
-            for place, here in self._places(layout, count):
-                at(target + place, 1)[:] = at(source + here, 1)
+            here, known = self._places(layout, count)
+            dense = at(target, known.size)
+            dense[:] = 0
+            if here.size:
+                dense[known] = at(source + int(here.min()), int(np.ptp(here)) + 1)[
+                    here - here.min()
+                ]
 
         self._add(stream, gather)
 
@@ -175,16 +180,19 @@ class Deferred:
         """Queue a copy into items with gaps."""
 
         def scatter() -> None:
-            for place, here in self._places(layout, count):
-                at(target + here, 1)[:] = at(source + place, 1)
+            here, known = self._places(layout, count)
+            if here.size:
+                memory = at(target + int(here.min()), int(np.ptp(here)) + 1)
+                memory[here - here.min()] = at(source, known.size)[known]
 
         self._add(stream, scatter)
 
     @staticmethod
-    def _places(layout: Layout, count: int) -> list[tuple[int, int]]:
-        each = layout.positions.size
-        known = [(j, int(p)) for j, p in enumerate(layout.positions) if p > -(1 << 40)]
-        return [(i * each + j, i * layout.extent + p) for i in range(count) for j, p in known]
+    def _places(layout: Layout, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return where the bytes of items lie, and which bytes lie anywhere."""
+        known = np.tile(layout.positions != NOWHERE, count)
+        every = np.add.outer(np.arange(count) * layout.extent, layout.positions).reshape(-1)
+        return every[known], known
 
     def kernel(self, reduction: Any) -> Kernel | None:
         """Return what the real device has a kernel for."""
@@ -259,6 +267,11 @@ class Array:
         self.address, self.shape, self.dtype = address, shape, np.dtype(dtype)
         self.strides, self.readonly = strides, readonly
         self.base, self.device = owner, device
+
+    @property
+    def ndim(self) -> int:
+        """Its dimensions."""
+        return len(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import deferred
@@ -58,7 +59,9 @@ class Image:
 class DeviceExchange(Exchange):
     """An exchange that passes device arrays to mpicoll; to the MPI's own calls as before."""
 
-    _images: tuple[Image, ...] = ()
+    image: Callable[[Bytes], Any] = Image
+    new_stream: Callable[[], Any] = staticmethod(BACKEND.new_stream)
+    _images: tuple[Any, ...] = ()
 
     def _sides(self, rng: Rng) -> tuple[Side | None, Side | None]:
         send, recv = super()._sides(rng)
@@ -73,7 +76,7 @@ class DeviceExchange(Exchange):
             for side, on in zip((send, recv), on_device, strict=True)
             if side is not None and on
         ]
-        self._images = tuple([Image(side.memory) for side in sides])
+        self._images = tuple([type(self).image(side.memory) for side in sides])
         self._host = [
             (side.memory, side.memory.copy())
             for side in (send, recv)
@@ -88,13 +91,13 @@ class DeviceExchange(Exchange):
             super()._call(comm, form, args, keywords)
             return
         args = [self._moved(one) for one in args]
-        BACKEND.new_stream()
+        self.new_stream()
         if form == "persistent":
             self._persistent(comm, args, keywords)
         else:
             self._up()
             super()._call(comm, form, args, keywords)
-        BACKEND.new_stream()  # the one that is current at Wait is not that of the start
+        self.new_stream()  # the one that is current at Wait is not that of the start
         for image in self._images:
             if image.passed:
                 image.down()
@@ -102,7 +105,7 @@ class DeviceExchange(Exchange):
     def _persistent(self, comm: MPI.Intracomm, args: list[Any], keywords: dict[str, Any]) -> None:
         plan = getattr(comm, f"{self.case.method}_init")(*args, **keywords)
         for _ in range(2):
-            BACKEND.new_stream()
+            self.new_stream()
             self._up()
             plan.Start()
             plan.Wait()

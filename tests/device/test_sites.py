@@ -102,7 +102,7 @@ def overwritten(comm: Comm) -> int:
         None,
         Record("", 0, "test", "blocking"),
     )
-    for part in device_run.rounds(lane, execution, lambda: None, lambda: None):
+    for part in device_run.rounds(lane, execution, (), lambda: None):
         part.run()
     lane.close()
     return int(receives and not np.array_equal(host(target), np.arange(ITEMS) + 1.0))

@@ -162,7 +162,8 @@ def _wanted(full: bool, seed: int) -> dict[str, dict[str, Any]]:
 SIZES = (2, 4, 8)
 #: Ranks of a group, ranks of the job, and how many of the cases are tried.
 STOPS = ((2, 8, 28), (4, 8, 16), (8, 8, 8))
-#: Number of ranks, whether one is killed or stopped, and whether the launcher lets it pass.
+#: Number of ranks, whether one is killed or stopped, and whether the launcher is asked to let
+#: it pass, which that of MPICH does at times.
 ENDS = [(2, False, False), (8, False, False), (2, True, False), (4, True, True)]
 HYDRA = MPI.get_vendor()[0] in ("MPICH", "Intel MPI")
 
@@ -193,17 +194,16 @@ def test_a_rank_that_does_not_come_back(jobs: dict[str, Future[Ended]], name: st
     """The job ends, though one rank stays stopped; a launcher may end it before we do."""
     if not ALONE:
         return
-    size, kill, alone = name.split()[1:]
+    size, kill, _ = name.split()[1:]
     done = jobs[name].result()
     assert done.status != 0
     live = done.of(stops=False)
-    if kill == "True" and not (alone == "True" and HYDRA):
-        return  # the launcher saw it first
-    assert len(live) == int(size) - 1, done
+    # A launcher may kill the others of one that was killed, some of them sooner than others.
+    assert kill == "True" or len(live) == int(size) - 1, done
     for line in live:
         assert line["error"] == "CollectiveTimeout", line
-        assert line["silent"] == [1], line
-        assert "not heard from: rank 1; " in line["text"]
+        assert line["silent"] == [1] or (kill == "True" and 1 in line["silent"]), line
+        assert "not heard from: rank" in line["text"]
         assert "it waits for rank" in line["text"]
 
 

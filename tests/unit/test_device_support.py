@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -119,3 +120,19 @@ def test_no_sign_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_switches_are_signs() -> None:
     assert "I_MPI_OFFLOAD" in support.signs({**os.environ, "I_MPI_OFFLOAD": "1"})
+
+
+def test_words_of_cuda_are_in_the_device_files_only() -> None:
+    """A ROCm build of CuPy has the same interface; other words would tie us to one vendor."""
+    runtime = Path(support.__file__).parent
+    setting = re.compile(r"cuda_aware|CUDA_AWARE")
+    for path in sorted(runtime.parent.rglob("*.py")):
+        if path.parent == runtime and path.stem.startswith("device"):
+            continue
+        if path.name == "arrays.py" or "torch" in path.parts or "cli" in path.parts:
+            continue  # CuPy and torch as array libraries; words for people
+        text = setting.sub("", path.read_text(encoding="utf-8"))
+        found = re.findall(r"(?i)\w*cuda\w*|\w*cupy\w*|nvidia", text)
+        assert set(map(str.lower, found)) <= {"cupy"}, path
+        if found:
+            assert path.name == "staging.py"  # says where the words are
