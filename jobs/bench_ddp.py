@@ -117,6 +117,9 @@ def with_ours(torch: Any, module: Any, comm: mpicoll.Comm, bucket_bytes: int) ->
 
     def hook(name: str, param: Any) -> None:
         parallel.ready(name, param.grad.numpy())
+        # Copied; freed at once, its memory is taken again by the next layer's gradient. All of
+        # them kept until the end would be new pages from the system in each step.
+        param.grad = None
 
     def finish() -> None:
         parallel.finish()

@@ -54,8 +54,8 @@ class Shown(NamedTuple):
 def recognised(data: Any) -> DeviceMemory | None:
     """Return the memory of a device array, None for what is none.
 
-    Raises BufferError for one that is not contiguous, as mpi4py does, and ImportError
-    where CuPy is missing.
+    Raises BufferError for one that is not contiguous, as mpi4py does, and TypeError where
+    CuPy is missing.
     """
     shown = _shown(data)
     if shown is None:
@@ -188,13 +188,13 @@ class CupyBackend:
     """The runtime of CUDA or ROCm, as CuPy has it."""
 
     def __init__(self) -> None:
-        """Load CuPy; raises ImportError with what to install."""
+        """Load CuPy; raises TypeError with what to install, as for an object that is no buffer."""
         try:
             import cupy
         except ImportError as error:
-            raise ImportError(
-                "device arrays need CuPy, also those of other libraries: pip install cupy-cuda12x "
-                "(or the package for your CUDA or ROCm)"
+            raise TypeError(
+                "message: a device array needs CuPy, also one of another library: pip install "
+                "cupy-cuda12x (or the package for your CUDA or ROCm)"
             ) from error
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime

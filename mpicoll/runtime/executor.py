@@ -135,6 +135,7 @@ class Execution:
     __slots__ = (
         "_alias",
         "_comm",
+        "_ended",
         "_memory",
         "_number",
         "_posted",
@@ -171,6 +172,7 @@ class Execution:
         self._record = record
         self._traced = traced
         self._number = 0
+        self._ended = False
         self._requests: list[MPI.Request] | None = None  # of the posted step, None before
         self._statuses: list[MPI.Status] = []
         self._posted = self._worked = 0.0
@@ -179,14 +181,20 @@ class Execution:
         record.step, record.steps = 0, len(program.stages)
 
     def run(self) -> None:
-        """Run to the end, waiting inside MPI."""
+        """Run to the end, waiting inside MPI.
+
+        An interrupt leaves it where it is; it can be run on.
+        """
         for _ in range(len(self._program.stages) - self._number):
             if self._requests is None:
                 self._post()
-            if self._requests:
+            if self._requests and not self._ended:
                 try:
                     MPI.Request.Waitall(self._requests, self._statuses)
-                except BaseException as error:
+                except KeyboardInterrupt:
+                    self._ended = self._seems_complete()
+                    raise
+                except MPI.Exception as error:
                     self._fail(error)
                     for request in self._requests:
                         while not _over(request):
@@ -207,13 +215,27 @@ class Execution:
     def _tested(self) -> bool:
         """Return whether the messages of the step are complete."""
         assert self._requests is not None
+        if self._ended:
+            return True
         if self.failed is None:
             try:
                 return MPI.Request.Testall(self._requests, self._statuses)
-            except BaseException as error:
+            except KeyboardInterrupt:
+                self._ended = self._seems_complete()
+                raise
+            except MPI.Exception as error:
                 self._fail(error)
         # One that fails lets the others be, so they are asked one by one.
         return all(_over(request) for request in self._requests)
+
+    def _seems_complete(self) -> bool:
+        """Return whether the call into MPI that an interrupt followed has completed the step.
+
+        Asking again would lose what it has written about the messages received.
+        """
+        if self._program.stages[self._number].recvs:
+            return self._statuses[0].source >= 0
+        return not any(self._requests or ())
 
     def raise_failure(self) -> None:
         """Raise what went wrong, if anything did."""
@@ -297,6 +319,7 @@ class Execution:
             self._trace(recvs, sends)
         self._requests = None
         self._number += 1
+        self._ended = False
 
     def _where(self) -> str:
         return f"step {self._number + 1} of {len(self._program.stages)}"
@@ -315,8 +338,7 @@ class Execution:
     def _fail(self, error: BaseException) -> None:
         """Keep the error of a step; its other messages are still completed.
 
-        None may land in memory that is no longer ours. A KeyboardInterrupt is one too: it
-        comes when the call into MPI returns, and what that has completed is then not known.
+        None may land in memory that is no longer ours.
         """
         if isinstance(error, MPI.Exception):
             error = self._explained(error)

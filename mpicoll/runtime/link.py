@@ -289,12 +289,16 @@ class Link:
         plan.load()
         try:
             execution.run()
-        except KeyboardInterrupt as error:
-            # It came between two steps. The others wait for the rest of the schedule.
-            execution.failed = execution.failed or error
-            progress.launch(progress.Operation(self, record, _rest(execution)))
+        except KeyboardInterrupt:
+            # The others wait for the rest of the schedule, which whoever calls next goes on with.
+            progress.launch(progress.Operation(self, record, self._rest(plan, execution)))
             raise
         self._give_work(work)
+        self._over(plan, execution)
+
+    def _rest(self, plan: Plan, execution: Execution) -> progress.Course:
+        """Yield what goes on when the call has been left."""
+        yield execution
         self._over(plan, execution)
 
     def course(self, plan: Plan, record: Record) -> progress.Course:
@@ -440,11 +444,6 @@ class Link:
             watchdog.WATCHED.remove(self)
         RECORDER.leave(self.identity)
         self.hidden.Free()
-
-
-def _rest(execution: Execution) -> progress.Course:
-    """Yield what goes on when the call has been left."""
-    yield execution
 
 
 def _native(request: MPI.Request) -> progress.Course:

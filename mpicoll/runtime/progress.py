@@ -86,10 +86,8 @@ class Operation:
                 if self._execution is not None:
                     try:
                         self._execution.run()
-                    except KeyboardInterrupt as error:
-                        # It came between two steps. The others wait for the rest.
-                        self._execution.failed = self._execution.failed or error
-                        ACTIVE.append(self)
+                    except KeyboardInterrupt:
+                        ACTIVE.append(self)  # the others wait for the rest
                         raise
                 self._next()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,14 +46,20 @@ def run_job(size: int, script: str, folder: Path, *arguments: str, **variables: 
     file = folder / "script.py"
     file.write_text(script, encoding="utf-8")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
-    done = subprocess.run(
+    # A session of its own, so that all of it can be ended: mpiexec alone may leave its ranks.
+    with subprocess.Popen(
         [*mpiexec(size), sys.executable, str(file), *arguments],
         env={**_YIELD, **environment, **_ROOT, **variables},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=LIMIT,
         cwd=folder,
-        check=False,
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
+        start_new_session=True,
+    ) as job:
+        try:
+            out, err = job.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            raise
+    return Ended(job.returncode, out, err)
