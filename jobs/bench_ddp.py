@@ -185,7 +185,9 @@ def quartiles(values: Sequence[float]) -> str:
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> str:
     """Return the ratio of two series, round by round."""
-    return quartiles([a / b if b > 0 else float("inf") for a, b in zip(over, under, strict=True)])
+    if min(*over, *under) <= 0:  # the difference of two steps may be
+        return "    noise hides it: more --rounds, or a machine that does nothing else"
+    return quartiles([a / b for a, b in zip(over, under, strict=True)])
 
 
 def report(comm: MPI.Intracomm, title: str, found: dict[str, list[float]]) -> None:

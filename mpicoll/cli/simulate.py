@@ -192,6 +192,20 @@ def _winner(rows: list[dict[str, Any]], at: int) -> str | None:
     return min(times, key=lambda name: times[name]) if times else None
 
 
+def _runs(winners: list[str | None], sizes: tuple[int, ...]) -> str:
+    """Return which algorithm wins from which size to which."""
+    runs: list[tuple[str | None, list[int]]] = []
+    for name, size in zip(winners, sizes, strict=True):
+        if not runs or runs[-1][0] != name:
+            runs.append((name, []))
+        runs[-1][1].append(size)
+    words = []
+    for name, those in runs:
+        ends = dict.fromkeys(human_bytes(size) for size in (those[0], those[-1]))
+        words.append(f"{' to '.join(ends)}: [bold green]{name}[/]")
+    return "; ".join(words)
+
+
 def _show(
     screen: Console, collective: str, rows: list[dict[str, Any]], sizes: tuple[int, ...]
 ) -> None:
@@ -210,11 +224,10 @@ def _show(
             for at, seconds in enumerate(row["seconds"].values())
         ]
         table.add_row(row["algorithm"], *(cells or ["—"] * len(sizes)))
-    if any(winners):
-        table.add_section()
-        table.add_row("[bold]winner[/]", *(f"[bold]{name or '—'}[/]" for name in winners))
     screen.print(table)
     screen.print()
+    if any(winners) and collective != "barrier":
+        screen.print(f"[bold]winner[/bold]  {_runs(winners, sizes)}\n")
     for row in rows:
         if row["left_out"]:
             screen.print(f"[dim]{row['algorithm']} left out: {row['left_out']}[/dim]")

@@ -48,8 +48,8 @@ class FatTree:
 
     def __str__(self) -> str:
         return (
-            f"fat tree of {self._leaves} leaf switches with {self._leaf} nodes each, "
-            f"oversubscribed {self._oversubscription:g} to 1"
+            f"fat tree of {self._leaves} x {self._leaf} nodes, "
+            f"oversubscription {self._oversubscription:g}"
         )
 
 

@@ -1,10 +1,9 @@
 """Tests of device buffers on several ranks: ``mpiexec -n P python -m pytest --with-mpi
-tests/device``. Harness, fixtures and options are those of tests/mpi.
+tests/device``. Harness and fixtures are those of tests/mpi.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -35,7 +34,8 @@ globals().update(
     {
         name: value
         for name, value in vars(_SHARED).items()
-        if name in _NAMES or name.startswith("pytest_")
+        # Options may be added once; here MPICOLL_TEST_SEED does what --seed does there.
+        if name in _NAMES or (name.startswith("pytest_") and name != "pytest_addoption")
     }
 )
 
@@ -44,11 +44,6 @@ globals().update(
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs CuPy and a device")
     _SHARED.pytest_configure(config)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    with contextlib.suppress(ValueError):  # tests/mpi has added them
-        _SHARED.pytest_addoption(parser)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -107,7 +107,9 @@ def test_gpu_matrix(
         wrong, _ = attempt(case, world, ranks.seed)
         if wrong:
             failures.append(f"{case}: {wrong}")
-    assert not failures, f"--seed={ranks.seed}: {len(failures)}\n" + "\n".join(failures[:SHOWN])
+    assert not failures, f"MPICOLL_TEST_SEED={ranks.seed}: {len(failures)}\n" + "\n".join(
+        failures[:SHOWN]
+    )
 
 
 _SLOW = """

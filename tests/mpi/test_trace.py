@@ -50,13 +50,14 @@ def _ring(
     before = perf_counter()
     record.start = clock()
     after = perf_counter()
+    record.stages = stages = []
     for step in range(1, SIZE):
         inbox = bytearray(8)
         posted = clock()
         requests = [comm.Irecv(inbox, left, 3), comm.Isend(bytes(8), right, 3)]
         worked = clock()
         MPI.Request.Waitall(requests)
-        record.stages.append(StageTime(step, posted, worked, clock(), (left,), (right,), 8, 8))
+        stages.append(StageTime(step, posted, worked, clock(), (left,), (right,), 8, 8))
     record.end = clock()
     tracer.add(record)
     return before, after

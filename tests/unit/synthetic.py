@@ -53,9 +53,10 @@ class Recorder:
         usual |= {"collective": "allreduce", "algorithm": "ring"}
         record = Record(**(usual | fields))
         record.start, record.end = self.skew(start), self.skew(end)
+        record.stages = times_of = []
         for step, (posted, worked, done, sources, targets) in enumerate(stages, start=1):
             times = (self.skew(posted), self.skew(worked), self.skew(done))
-            record.stages.append(StageTime(step, *times, tuple(sources), tuple(targets), 8, 8))
+            times_of.append(StageTime(step, *times, tuple(sources), tuple(targets), 8, 8))
         self.tracer.add(record)
         return record
 
