@@ -259,3 +259,19 @@ def test_variable_chooses(world: mpicoll.Comm) -> None:
             f"{START}import numpy as np; comm.Allreduce(np.ones(1), np.ones(1)); print(comm.stats)"
         )
         assert "reduce_bcast" in run_alone(code, MPICOLL_ALLREDUCE="reduce_bcast").stdout
+
+
+@pytest.mark.parametrize("method", ["Reduce_scatter_block", "Reduce_scatter"])
+def test_reduce_scatter_into_the_head_of_its_input(world: mpicoll.Comm, method: str) -> None:
+    """Both sides begin at one address, with different lengths: in place."""
+    size, rank = world.size, world.rank
+    x = np.arange(2.0 * size) + rank
+    counts = [[2] * size] if method == "Reduce_scatter" else []
+    getattr(world, method)(x, x[:2], *counts)
+    total = size * np.arange(2.0 * rank, 2.0 * rank + 2) + size * (size - 1) / 2
+    assert x[:2].tolist() == total.tolist()
+    assert x[2:].tolist() == (np.arange(2.0, 2.0 * size) + rank).tolist()
+    if size > 1:  # another overlap is refused
+        with pytest.raises(MPI.Exception, match="overlap"):
+            getattr(world, method)(x, x[1:3], *counts)
+    world.Barrier()
