@@ -55,6 +55,17 @@ def has_memory() -> bool:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >= 16 << 30
 
 
+def has_realtime() -> bool:
+    """Return whether this process may ask for a real-time policy."""
+    policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except OSError:
+        return False
+    os.sched_setscheduler(0, policy, param)
+    return True
+
+
 CAPABILITIES: dict[str, Callable[[pytest.Config], bool]] = {
     "-": lambda config: False,
     "mpi": lambda config: with_mpi(config),
@@ -63,6 +74,8 @@ CAPABILITIES: dict[str, Callable[[pytest.Config], bool]] = {
     "torch": lambda config: has_module("torch"),
     "compiler": lambda config: bool(compiler()),
     "sklearn": lambda config: has_module("sklearn"),
+    "simgrid": lambda config: has_module("simgrid"),
+    "realtime": lambda config: has_realtime(),
     "memory": lambda config: has_memory(),
 }
 

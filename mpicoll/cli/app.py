@@ -9,7 +9,7 @@ import click
 from mpicoll._version import __version__
 
 #: Sub-commands in the order of --help; each is a click command in its module.
-COMMANDS = ("demo", "explain", "bench", "tune", "validate", "doctor", "trace")
+COMMANDS = ("demo", "explain", "bench", "tune", "simulate", "validate", "doctor", "trace")
 
 
 class App(click.Group):
@@ -48,6 +48,7 @@ def app() -> None:
       mpicoll explain allreduce -n 8          who sends what to whom, and what it costs
       mpiexec -n 8 mpicoll bench allreduce    time it against the MPI's own
       mpiexec -n 8 mpicoll tune               measure what is fastest, for MPICOLL_TUNING
+      mpicoll simulate allreduce -n 131072    predict times on a machine you do not have
       mpiexec -n 8 mpicoll validate           is everything right on this machine?
       mpiexec -n 8 mpicoll doctor             what is this machine?
       mpicoll trace DIR                       who waited for whom, from MPICOLL_TRACE=DIR

@@ -31,7 +31,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("demo",), ("explain",), ("bench",), ("tune",), ("validate",), ("trace",)]
+    "command",
+    [(), ("demo",), ("explain",), ("bench",), ("tune",), ("simulate",), ("validate",), ("trace",)],
 )
 def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--help"]) == 0
