@@ -49,7 +49,14 @@ def run_job(size: int, script: str, folder: Path, *arguments: str, **variables: 
     # A session of its own, so that all of it can be ended: mpiexec alone may leave its ranks.
     with subprocess.Popen(
         [*mpiexec(size), sys.executable, str(file), *arguments],
-        env={**_YIELD, **environment, **_ROOT, **variables},
+        env={
+            **_YIELD,
+            **environment,
+            **_ROOT,
+            "TERM": "dumb",
+            "OPENBLAS_NUM_THREADS": "1",
+            **variables,
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
