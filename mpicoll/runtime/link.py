@@ -55,6 +55,7 @@ from mpicoll.selection.settings import Settings, parse, read
 #: Scratch up to this size in all is kept between calls, since fresh pages cost more than the
 #: copy into them.
 KEPT_WORK_BYTES = 64 << 20
+KEPT_WORKS = 8
 
 #: Choices of an algorithm that a communicator remembers.
 CHOICES = 4096
@@ -253,9 +254,14 @@ class Link:
             self.tracer.add(record)
 
     def _complete(self, sequences: range | None = None) -> None:
-        """Complete the calls that are in flight here, all or those of an interval."""
+        """Complete the calls that are in flight here, all or those of an interval.
+
+        Persistent ones have tags of their own and belong to no interval: other ranks may
+        start them later.
+        """
         for operation in progress.active(self):
-            if sequences is None or operation.record.sequence in sequences:
+            record = operation.record
+            if sequences is None or (record.form != "persistent" and record.sequence in sequences):
                 operation.hold_to(self.settings.timeout)
                 progress.await_(operation.advance, operation.watch)
                 progress.discard(operation)
@@ -276,14 +282,7 @@ class Link:
     # -- the runs of a call -------------------------------------------------------------
 
     def run(self, plan: Plan, record: Record) -> None:
-        """Run a plan to its end, waiting inside MPI; the simplest case of `course`."""
-        if plan.lane is not None:
-            try:
-                for part in self.course(plan, record):
-                    part.run()
-            finally:
-                plan.lane.close()
-            return
+        """Run a plan on host memory to its end, waiting inside MPI; a simple case of `course`."""
         work = self._take_work(plan.program.work_bytes)
         execution = self._bind(plan, record, work)
         plan.load()
@@ -415,9 +414,12 @@ class Link:
         return np.empty(nbytes, np.uint8)
 
     def _give_work(self, work: Bytes) -> None:
-        if work.size:
+        if 0 < work.size <= KEPT_WORK_BYTES:
             self._spare.append(work)
-            while sum([one.size for one in self._spare]) > KEPT_WORK_BYTES:
+            while (
+                len(self._spare) > KEPT_WORKS
+                or sum([one.size for one in self._spare]) > KEPT_WORK_BYTES
+            ):
                 self._spare.pop(0)
 
     def _count(self, program: Program, collective: str, name: str) -> None:

@@ -11,7 +11,7 @@ is in use, without making anybody wait who is less than a quarter of them ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from zlib import crc32
 
@@ -21,6 +21,9 @@ from mpi4py import MPI
 from mpicoll.runtime.faults import CallError
 
 CODES = 256
+
+#: Persistent plans that a communicator can have at a time, where there are as many tags.
+PLANS = 1 << 20
 
 
 class Tags:
@@ -42,7 +45,7 @@ class Tags:
         self.divide(half // self._codes)
         self.control = half
         self._first_plan = half + 1
-        self._plans = half - 1
+        self._plans = min(half - 1, PLANS)
         self._made = 0
         self._free: list[int] = []
         self._live: set[int] = set()
@@ -134,8 +137,9 @@ class Tags:
     def _agree(self) -> None:
         """Find the tags that no rank has a plan for."""
         used = np.zeros(self._plans, np.uint8)
-        used[_numbers(self._live)] = 1
-        self._hidden.Allreduce(MPI.IN_PLACE, used, MPI.MAX)
+        used[list(self._live)] = 1
+        # Not the blocking call: others may wait for what this rank has in flight.
+        self._wait(self._hidden.Iallreduce(MPI.IN_PLACE, used, MPI.MAX))
         self._free = np.flatnonzero(used == 0)[::-1].tolist()
         if not self._free:
             raise CallError(
@@ -143,10 +147,6 @@ class Tags:
                 f"{self._plans} persistent plans are alive on this communicator, one for each "
                 "tag; free some by Request.Free",
             )
-
-
-def _numbers(live: Iterable[int]) -> list[int]:
-    return sorted(live)
 
 
 @lru_cache(maxsize=4096)

@@ -35,6 +35,7 @@ LOOK_SECONDS = 0.01
 #: Seconds that a rank which ends waits for the others to end as well.
 LEAVE_SECONDS = 10.0
 #: Seconds that Abort may take before the process ends itself.
+ABORT_SECONDS = 5.0
 #: Bytes of a state on the wire, so that it is sent without waiting for its receiver.
 STATE_BYTES = 1024
 
@@ -203,6 +204,7 @@ def leave(links: list[Link]) -> NoReturn:
             time.sleep(LOOK_SECONDS)
 
     def end() -> None:
+        time.sleep(ABORT_SECONDS)
         os._exit(1)
 
     threading.Thread(target=end, daemon=True).start()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import resource
 import threading
+import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -279,3 +281,53 @@ def test_a_million_plans_use_each_tag_again(world: Comm, full: bool) -> None:
         plan.Free()
     assert out.tolist() == [comm.size] * 2
     comm.Free()
+
+
+def test_a_plan_may_be_started_on_either_side_of_a_turn_of_the_tags(world: Comm) -> None:
+    """Ranks may start a plan before or after other calls; a turn in between waits for none."""
+    comm = world.Dup()
+    comm._link.tags.divide(8)
+    out = np.zeros(3)
+    plan = comm.Allreduce_init(np.ones(3), out)
+    if comm.rank == 0:
+        plan.Start()
+    for _ in range(20):
+        comm.Barrier()
+    if comm.rank != 0:
+        plan.Start()
+    plan.Wait()
+    assert out.tolist() == [comm.size] * 3
+    plan.Free()
+    comm.Free()
+
+
+def test_few_scratches_are_kept(world: Comm) -> None:
+    """Calls of growing size leave no trail of scratch behind."""
+    comm = world.Dup()
+    for count in range(8, 8 * 40, 8):
+        x = np.ones(count * comm.size)
+        comm.Allreduce(x, np.empty_like(x), algorithm="ring")
+    assert len(comm._link._spare) <= 8
+    comm.Free()
+
+
+def test_abort_is_given_time_before_the_process_ends_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[tuple[str, float]] = []
+
+    class Thread:
+        def __init__(self, target: Callable[[], None], daemon: bool) -> None:
+            self.start = target
+
+    def note(what: str) -> Callable[[float], None]:
+        return lambda number: happened.append((what, number))
+
+    world = SimpleNamespace(Abort=note("abort"))
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=note("sleep"))
+    monkeypatch.setattr(watchdog, "threading", SimpleNamespace(Thread=Thread))
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=note("exit")))
+    monkeypatch.setattr(watchdog, "MPI", SimpleNamespace(COMM_WORLD=world))
+    watchdog.leave([])
+    assert happened == [("sleep", 5.0), ("exit", 1), ("abort", 1), ("exit", 1)]
