@@ -109,12 +109,13 @@ def forms(
             # The usual case, without what the others need. It does what `_course` does.
             try:
                 planned = plan(self, opened, args, options, fault)
-                if isinstance(planned, Plan):
+                if isinstance(planned, Plan) and planned.lane is None:
                     link.run(planned, opened.record)
                     link.closed(opened.record, None)
                     return
             except BaseException as error:
                 raised = place(error, name, self._rank_for_errors())
+                opened.release()
                 link.closed(opened.record, raised)
                 raise raised.with_traceback(error.__traceback__) from None
             course = self._course(lambda: planned, name, opened, {})
@@ -136,6 +137,7 @@ def forms(
         request = request_for(operation, time_limit)
         progress.launch(operation)
         if operation.error is not None and not operation.begun:
+            request.Free()
             raise operation.error  # refused: nothing was started
         return request
 
@@ -319,7 +321,12 @@ class Base:
         progress.Operation(link, first, planning()).wait(time_limit)
         plan = plans[0]
         plan.tag = tag
-        execution = link.prepare(plan, replace(first))
+        try:
+            execution = link.prepare(plan, replace(first))
+        except BaseException:
+            link.tags.give_plan(tag)
+            opened.release()
+            raise
 
         def start() -> progress.Operation:
             record = link.reopen(first)
