@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from mpicoll._version import __version__
 from mpicoll.cli import launch
@@ -52,6 +59,19 @@ def console(json_file: str | None = None) -> Console:
         force_terminal=False if launched else None,
         highlight=False,
         soft_wrap=False,
+    )
+
+
+def progress_bar(screen: Console) -> Progress:
+    """Return a bar that shows how many of the cases are done; only on a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=screen,
+        transient=True,
+        disable=screen.quiet or not screen.is_terminal,
     )
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mpicoll._version import __version__
 from mpicoll.cli import tune_report
@@ -20,6 +19,7 @@ from mpicoll.cli.common import (
     console,
     fault_of,
     json_option,
+    progress_bar,
     refuse,
     write_json,
 )
@@ -271,15 +271,7 @@ def _tune(
     from mpicoll.cli.tune_measure import entries_of, measure, shapes
 
     wanted = {name: shapes(name, comm.size, sizes) for name in names}
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=screen,
-        transient=True,
-        disable=screen.quiet or not screen.is_terminal,
-    )
+    progress = progress_bar(screen)
     rows: list[dict[str, Any]] = []
     entries: list[Entry] = []
     with progress:

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mpicoll.algorithms import Algorithm, every
 from mpicoll.cli import launch
-from mpicoll.cli.common import Name, console, human_seconds, json_option, write_json
+from mpicoll.cli.common import (
+    Name,
+    console,
+    human_seconds,
+    json_option,
+    progress_bar,
+    write_json,
+)
 from mpicoll.errors import MpicollError
 from mpicoll.schedule.contracts import REDUCTIONS, ROOTED
 
@@ -79,15 +85,7 @@ def _run_all(
     comm: Comm, screen: Console, wanted: list[Algorithm], full: bool, limit: float
 ) -> list[dict[str, Any]]:
     """Run the cases of all algorithms; a row for each, complete on rank 0."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=screen,
-        transient=True,
-        disable=screen.quiet or not screen.is_terminal,
-    )
+    progress = progress_bar(screen)
     rows: list[dict[str, Any]] = []
     screen.print(f"[bold]{_HEAD}[/]")
     with progress:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +22,7 @@ from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree, wrapped
 from mpicoll.parallel.buckets import Bucket, Slot, layout
 from mpicoll.parallel.compression import Compression
+from mpicoll.parallel.owned import Owner
 from mpicoll.parallel.parameters import described, digested, hook_of, problem_of
 from mpicoll.runtime.operators import AVG, AverageOp
 from mpicoll.schedule.partition import offsets, split
@@ -34,7 +35,7 @@ BUCKET_BYTES = 25 << 20
 _OPS: dict[str, MPI.Op | AverageOp] = {"mean": AVG, "sum": MPI.SUM}
 
 
-class DataParallel:
+class DataParallel(Owner):
     """Averages the gradients of all ranks, bucket by bucket, while backward goes on.
 
     ``params`` are the parameters by name, in order of use; arrays of any shape, memory order and
@@ -230,19 +231,6 @@ class DataParallel:
         if self._started:
             raise RuntimeError(self._said("free within a step; call finish first"))
         self.comm.Free()
-
-    def __enter__(self) -> DataParallel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Free; after an error not, since the other ranks may be elsewhere."""
-        if error is None:
-            self.free()
 
     # -- inner ------------------------------------------------------------------------
 

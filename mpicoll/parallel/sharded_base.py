@@ -7,8 +7,6 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -17,6 +15,7 @@ from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree
 from mpicoll.parallel.flat import Array, Group
 from mpicoll.parallel.optimizers import FlatOptimizer
+from mpicoll.parallel.owned import Owner
 from mpicoll.parallel.sharded_load import load_state
 from mpicoll.parallel.sharded_save import save_file, save_shards
 from mpicoll.parallel.sharded_state import Part
@@ -24,15 +23,13 @@ from mpicoll.parallel.shards import Flight, Ledger, Shard
 from mpicoll.runtime.operators import AVG
 from mpicoll.selection.choose import OrderWish
 
-_Self = TypeVar("_Self", bound="Sharded")
-
 #: Buckets of gradients, and of updated parameters, that travel at a time.
 IN_FLIGHT = 2
 #: Elements whose squares are summed at a time.
 _PIECE = 1 << 14
 
 
-class Sharded:
+class Sharded(Owner):
     """Common part of `ShardedOptimizer` and `ShardedParameters`."""
 
     def __init__(
@@ -210,19 +207,6 @@ class Sharded:
             self._land()
         self._drop_gradients()
         self.comm.Free()
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Free; after an error not, since the other ranks may be elsewhere."""
-        if error is None:
-            self.free()
 
 
 def _squares(gradient: Array | None) -> float:
