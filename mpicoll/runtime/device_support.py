@@ -177,10 +177,8 @@ def _answer(trial: Callable[[], bool], folder: Path | None = None) -> bool:
     lock = file.with_suffix(".lock")
     end = time.monotonic() + 1.5 * TRIAL_SECONDS
     while True:
-        try:
-            return json.loads(file.read_text(encoding="utf-8")) is True
-        except (OSError, ValueError):
-            pass
+        if (known := _kept(file)) is not None:
+            return known
         try:
             folder.mkdir(parents=True, exist_ok=True)
             os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -193,6 +191,9 @@ def _answer(trial: Callable[[], bool], folder: Path | None = None) -> bool:
         except OSError:
             return trial()
         try:
+            # Another may have been done between our look and our lock.
+            if (known := _kept(file)) is not None:
+                return known
             answer = trial()
             part = file.with_suffix(f".{os.getpid()}")
             part.write_text(json.dumps(answer), encoding="utf-8")
@@ -200,6 +201,14 @@ def _answer(trial: Callable[[], bool], folder: Path | None = None) -> bool:
         finally:
             lock.unlink(missing_ok=True)
         return answer
+
+
+def _kept(file: Path) -> bool | None:
+    """Return the answer that was kept, None if there is none."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) is True
+    except (OSError, ValueError):
+        return None
 
 
 def _abandoned(lock: Path) -> bool:

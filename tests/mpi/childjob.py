@@ -13,7 +13,12 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 # What launchers give to their ranks: with it, a second mpiexec thinks it is one of them.
-_PREFIXES = ("OMPI_COMM_", "PMI", "PRTE", "HYDRA", "HYDI", "MPI_LOCAL", "I_MPI_HYDRA", "MPIR_")
+# A launcher's, which a child job gets anew; and where these tests keep dumps, for a child job
+# its own folder.
+_PREFIXES = (
+    *("OMPI_COMM_", "PMI", "PRTE", "HYDRA", "HYDI", "MPI_LOCAL", "I_MPI_HYDRA", "MPIR_"),
+    "MPICOLL_FLIGHT",
+)
 _ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 _YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1", "I_MPI_THREAD_YIELD": "3"}
 LIMIT = 100  #: seconds, after which a job has hung

@@ -112,6 +112,16 @@ def test_one_process_of_a_host_tries_for_all(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.lock"))
 
 
+def test_an_answer_that_came_just_before_the_lock_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One process looks, another answers and unlocks, and only then the first one locks."""
+    answers = iter([None, True])
+    monkeypatch.setattr(support, "_kept", lambda file: next(answers))
+    assert support._answer(lambda: pytest.fail("it was tried again"), tmp_path)
+    assert not list(tmp_path.glob("*.lock"))
+
+
 def test_no_sign_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "signs", list)
     monkeypatch.setattr(support, "_answer", lambda trial: pytest.fail("it was tried"))
