@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from mpicoll.cli import launch
+from mpicoll.cli import device_words, launch
 from mpicoll.cli.common import console, json_option, write_json
+from mpicoll.cli.devices import Node, Pointers, as_json, nodes_of, pointers
 from mpicoll.errors import SettingError
 from mpicoll.selection.model import CROWDED, DEFAULT
 from mpicoll.selection.settings import (
@@ -26,6 +28,7 @@ from mpicoll.selection.settings import (
 if TYPE_CHECKING:
     from mpicoll.comm import Comm
 
+KINDS = ("error", "warning", "note")  #: the worst first
 NODES = 8  #: that are shown one by one
 _YIELD = ", or set OMPI_MCA_mpi_yield_when_idle=1"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -55,8 +58,9 @@ def doctor(folder: str | None, json_file: str | None) -> None:
       srun -n 64 mpicoll doctor --json doctor.json
       mpicoll doctor --flight mpicoll-flight    who hangs? reads the dumps of all ranks
 
-    MPI and launcher, thread level, ranks per node, binding, oversubscription, variables and
-    the settings they make, versions, kernels. Exit status 1 if something is wrong.
+    MPI and launcher, thread level, ranks per node, binding, oversubscription, devices and who
+    uses which, whether device pointers go to the MPI, variables and the settings they make,
+    versions, kernels. Exit status 1 if something is wrong.
     """
     if folder is not None:
         # Needs no MPI, and no world: the job that is looked at may still hang.
@@ -65,7 +69,7 @@ def doctor(folder: str | None, json_file: str | None) -> None:
         report(folder, json_file)
         return
 
-    from mpicoll.cli.facts import gather_facts, kernels
+    from mpicoll.cli.facts import gather_facts, gather_places, kernels
     from mpicoll.cli.mpi import MPI
     from mpicoll.runtime.place import place
 
@@ -78,11 +82,18 @@ def doctor(folder: str | None, json_file: str | None) -> None:
     settings = Settings() if fault else parse(variables, found)
     facts["settings"] = dict(settings.algorithms)
     facts["choice"] = _choice(settings, variables)
+    places = gather_places(comm)
+    aware = variables.get(PREFIX + "CUDA_AWARE", "")
+    nodes, direct = nodes_of(places), pointers(aware, places)
+    facts |= {"devices": as_json(nodes), "cuda_aware": [one._asdict() for one in direct]}
     advice = _advice(comm, facts, fault)
+    advice += [Advice("warning", text) for text in device_words.warnings(nodes, aware)]
+    advice += [Advice("note", text) for text in device_words.notes(nodes, aware)]
+    advice.sort(key=lambda item: KINDS.index(item.kind))
     facts["advice"] = [item._asdict() for item in advice]
     screen = console(json_file)
     if launch.speaks():
-        _show(screen, comm, facts, advice)
+        _show(screen, comm, facts, nodes, direct, advice)
     write_json(json_file, "doctor", facts)
     wrong = comm.bcast(any(item.kind == "error" for item in advice), root=0)
     if wrong:
@@ -137,7 +148,7 @@ def _variables() -> dict[str, str]:
 
 
 def _advice(comm: Comm, facts: dict[str, Any], fault: str) -> list[Advice]:
-    """Return what is wrong, the worst first."""
+    """Return what is wrong, but with devices."""
     found = []
     if text := launch.disagreement(comm.size):
         found.append(Advice("error", text))
@@ -173,7 +184,14 @@ def _advice(comm: Comm, facts: dict[str, Any], fault: str) -> list[Advice]:
     return found
 
 
-def _show(screen: Console, comm: Comm, facts: dict[str, Any], advice: list[Advice]) -> None:
+def _show(
+    screen: Console,
+    comm: Comm,
+    facts: dict[str, Any],
+    nodes: list[Node],
+    direct: list[Pointers],
+    advice: list[Advice],
+) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -194,6 +212,8 @@ def _show(screen: Console, comm: Comm, facts: dict[str, Any], advice: list[Advic
     if len(facts["nodes"]) > NODES:
         table.add_row("", f"and {len(facts['nodes']) - NODES} more")
     table.add_row("processor", facts["cpu"])
+    table.add_row("devices", escape("\n".join(device_words.lines(nodes))))
+    table.add_row("CUDA-aware", escape("\n".join(device_words.pointer_lines(direct))))
     table.add_row("", "")
     versions = facts["versions"]
     table.add_row("versions", ", ".join(f"{name} {number}" for name, number in versions.items()))
@@ -209,6 +229,6 @@ def _show(screen: Console, comm: Comm, facts: dict[str, Any], advice: list[Advic
     screen.print()
     colours = {"error": "bold red", "warning": "yellow", "note": "dim"}
     for kind, text in advice:
-        screen.print(f"[{colours[kind]}]{kind}:[/] {text}")
+        screen.print(f"[{colours[kind]}]{kind}:[/] {escape(text)}")
     if not any(kind in ("error", "warning") for kind, _ in advice):
         screen.print("[green]nothing is wrong[/]")

@@ -11,8 +11,10 @@ import numpy as np
 
 from mpicoll._version import __version__
 from mpicoll.cli import launch
+from mpicoll.cli.devices import Place, look
 from mpicoll.cli.mpi import MPI
 from mpicoll.comm import Comm
+from mpicoll.runtime import device_support
 
 _THREADS = {
     MPI.THREAD_SINGLE: "SINGLE",
@@ -20,6 +22,9 @@ _THREADS = {
     MPI.THREAD_SERIALIZED: "SERIALIZED",
     MPI.THREAD_MULTIPLE: "MULTIPLE",
 }
+
+#: CuPy by the names of its packages.
+_CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "amd-cupy")
 
 
 def gather_facts(comm: Comm) -> dict[str, Any]:
@@ -52,10 +57,34 @@ def gather_facts(comm: Comm) -> dict[str, Any]:
     }
 
 
+def gather_places(comm: Comm) -> list[Place]:
+    """Return what every rank sees of devices, on rank 0 for all ranks; collective."""
+    node = MPI.Intracomm(comm).Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    index, ranks = node.Get_rank(), node.Get_size()
+    node.Free()
+    told = device_support.local_rank()
+    local = index if told is None else told
+    seen = look()
+    place = Place(
+        rank=comm.rank,
+        node=platform.node(),
+        local=local,
+        told=told is not None,
+        seen=seen,
+        number=device_support.device_for(local, len(seen.devices)),
+        variables={k: os.environ[k] for k in device_support.VISIBLE if k in os.environ},
+        # The launcher is asked where this rank is alone: it may be a singleton of many.
+        obstacles=tuple(device_support.obstacles(ranks=ranks if ranks > 1 else None)),
+        signs=tuple(device_support.signs()),
+        kept=device_support.kept_answer(),
+    )
+    return comm.gather(place, root=0) or [place]
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter."""
     found = {"mpicoll": __version__, "python": platform.python_version(), "numpy": np.__version__}
-    for name in ("mpi4py", "ml_dtypes", "cupy", "torch"):
+    for name in ("mpi4py", "ml_dtypes", *_CUPY, "torch"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -35,7 +35,10 @@ LOCAL_RANKS = (
     "SLURM_LOCALID",
 )
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+#: Which devices a process may see. Values that show it none bind it to none.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_NONE_VISIBLE = ("", "-1", "NoDevFiles")
+_TORCH_POOLS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 #: Variables by which a user switches device support of an MPI on, and what says so.
 _SWITCHES = {
@@ -172,8 +175,11 @@ def _answer(trial: Callable[[], bool], folder: Path | None = None) -> bool:
 
     One that waits in vain for another's goes without.
     """
-    folder = folder or cache_file().parent
-    file = folder / f"device-pointers-{_circumstances()}.json"
+    try:
+        file = _answer_file(folder)
+    except RuntimeError:  # there is no home to keep it in
+        return trial()
+    folder = file.parent
     lock = file.with_suffix(".lock")
     end = time.monotonic() + 1.5 * TRIAL_SECONDS
     while True:
@@ -201,6 +207,19 @@ def _answer(trial: Callable[[], bool], folder: Path | None = None) -> bool:
         finally:
             lock.unlink(missing_ok=True)
         return answer
+
+
+def kept_answer(folder: Path | None = None) -> bool | None:
+    """Return what the trial of this host said in these circumstances, None if there was none."""
+    try:
+        return _kept(_answer_file(folder))
+    except RuntimeError:  # there is no home to keep anything in
+        return None
+
+
+def _answer_file(folder: Path | None) -> Path:
+    folder = folder or cache_file().parent
+    return folder / f"device-pointers-{_circumstances()}.json"
 
 
 def _kept(file: Path) -> bool | None:
@@ -286,28 +305,72 @@ def _devices(cupy: Any) -> int:
         return 0
 
 
+def device_for(local: int, devices: int) -> int | None:
+    """Return the device that local rank ``local`` takes of those it sees, None if it sees none."""
+    return local % devices if devices else None
+
+
 def _chosen(local: int, devices: int) -> int:
-    if not devices:
-        seen = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
+    number = device_for(local, devices)
+    if number is None:
+        seen = {name: os.environ[name] for name in VISIBLE if name in os.environ}
         raise RuntimeError(f"bind_device: this rank sees no device {seen or ''}".rstrip())
-    return local % devices
+    return number
+
+
+class Obstacle(NamedTuple):
+    """A variable that keeps ranks of a node from each other's device memory (CUDA IPC).
+
+    ``binds`` says that it does so by binding ranks to devices: it does no harm where all
+    ranks of the node see the same ones nevertheless.
+    """
+
+    variable: str
+    value: str
+    why: str
+    binds: bool
+
+
+def obstacles(
+    environment: Mapping[str, str] = os.environ, ranks: int | None = None
+) -> list[Obstacle]:
+    """Return what keeps ``ranks`` ranks of a node from each other's device memory.
+
+    Without ``ranks``, there are as many as the launcher says.
+    """
+    ranks = ranks or _number(_LOCAL_SIZES, environment)
+    ranks = ranks or _number(("SLURM_NTASKS_PER_NODE",), environment)
+    found = []
+    for name in VISIBLE:
+        value = environment.get(name, "")
+        if value not in _NONE_VISIBLE and "," not in value and (ranks or 1) > 1:
+            why = (
+                "shows one device only: ranks that see different ones can not map each other's "
+                "memory; show all devices to all ranks and call mpicoll.bind_device()"
+            )
+            found.append(Obstacle(name, value, why, binds=True))
+    if ranks != 1 and (name := _slurm_binds(environment)):
+        why = "makes Slurm bind devices to tasks: --gpu-bind=none shows them to all"
+        found.append(Obstacle(name, environment[name], why, binds=True))
+    for name in _TORCH_POOLS:
+        value = environment.get(name, "")
+        if "cudaMallocAsync" in value or "expandable_segments:True" in value:
+            why = "makes pools of memory that can not be shared by IPC"
+            found.append(Obstacle(name, value, why, binds=False))
+    return found
+
+
+def _slurm_binds(environment: Mapping[str, str]) -> str:
+    """Return the variable by which Slurm binds devices to tasks, "" if it does not."""
+    bind = environment.get("SLURM_GPU_BIND", "")
+    if bind:
+        return "" if bind.endswith("none") else "SLURM_GPU_BIND"
+    if environment.get("SLURM_GPUS_PER_TASK"):
+        return "SLURM_GPUS_PER_TASK"
+    # It names processors too, where tasks ask for those.
+    return "SLURM_TRES_PER_TASK" if "gpu" in environment.get("SLURM_TRES_PER_TASK", "") else ""
 
 
 def binding_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return what keeps the ranks of a node from each other's device memory (CUDA IPC)."""
-    found = []
-    ranks = _number(_LOCAL_SIZES, environment) or _number(("SLURM_NTASKS_PER_NODE",), environment)
-    for name in _VISIBLE:
-        value = environment.get(name)
-        if value is not None and "," not in value and (ranks or 1) > 1:
-            found.append(
-                f"{name}={value} shows this rank one device of its own: ranks can not map each "
-                "other's memory; show all devices to all ranks and call mpicoll.bind_device()"
-            )
-    bound = environment.get("SLURM_GPUS_PER_TASK") or environment.get("SLURM_TRES_PER_TASK", "")
-    if bound and environment.get("SLURM_GPU_BIND", "") != "none":
-        found.append("Slurm binds devices to tasks: --gpu-bind=none shows them to all")
-    pools = environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "cudaMallocAsync" in pools or "expandable_segments:True" in pools:
-        found.append(f"PYTORCH_CUDA_ALLOC_CONF={pools}: such pools can not be shared by IPC")
-    return found
+    return [f"{one.variable}={one.value} {one.why}" for one in obstacles(environment)]

@@ -41,9 +41,13 @@ def test_no_local_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "1", "MPI_LOCALNRANKS": "4"}, "shows this rank one device"),
+        ({"CUDA_VISIBLE_DEVICES": "1", "MPI_LOCALNRANKS": "4"}, "DEVICES=1 shows one device only"),
+        ({"ROCR_VISIBLE_DEVICES": "1", "SLURM_NTASKS_PER_NODE": "2"}, "shows one device only"),
         ({"SLURM_GPUS_PER_TASK": "1"}, "gpu-bind=none"),
+        ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}, "gpu-bind=none"),
+        ({"SLURM_GPU_BIND": "closest"}, "SLURM_GPU_BIND=closest makes Slurm bind"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "shared by IPC"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "shared by IPC"),
     ],
 )
 def test_warnings(environment: dict[str, str], words: str) -> None:
@@ -52,9 +56,22 @@ def test_warnings(environment: dict[str, str], words: str) -> None:
 
 
 def test_nothing_to_warn_of() -> None:
-    shared = {"CUDA_VISIBLE_DEVICES": "0,1", "MPI_LOCALNRANKS": "2"}
-    assert support.binding_warnings(shared) == []
-    assert support.binding_warnings({"CUDA_VISIBLE_DEVICES": "0"}) == []
+    for environment in (
+        {"CUDA_VISIBLE_DEVICES": "0,1", "MPI_LOCALNRANKS": "2"},
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        {"CUDA_VISIBLE_DEVICES": "", "MPI_LOCALNRANKS": "2"},
+        {"CUDA_VISIBLE_DEVICES": "-1", "MPI_LOCALNRANKS": "2"},
+        {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "verbose,none"},
+        {"SLURM_GPUS_PER_TASK": "1", "MPI_LOCALNRANKS": "1"},
+        {"SLURM_TRES_PER_TASK": "cpu=4"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+    ):
+        assert support.binding_warnings(environment) == []
+
+
+def test_who_counts_the_ranks_of_a_node_needs_no_launcher() -> None:
+    assert support.obstacles({"CUDA_VISIBLE_DEVICES": "0"}, ranks=2)
+    assert not support.obstacles({"CUDA_VISIBLE_DEVICES": "0", "MPI_LOCALNRANKS": "2"}, ranks=1)
 
 
 def test_children_are_launched_anew() -> None:
@@ -120,6 +137,21 @@ def test_an_answer_that_came_just_before_the_lock_is_taken(
     monkeypatch.setattr(support, "_kept", lambda file: next(answers))
     assert support._answer(lambda: pytest.fail("it was tried again"), tmp_path)
     assert not list(tmp_path.glob("*.lock"))
+
+
+def test_a_kept_answer_is_read_and_nothing_is_tried(tmp_path: Path) -> None:
+    assert support.kept_answer(tmp_path) is None
+    assert support._answer(lambda: True, tmp_path) is True
+    assert support.kept_answer(tmp_path) is True
+
+
+def test_without_a_home_no_answer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(support, "cache_file", nowhere)
+    assert support.kept_answer() is None
+    assert support._answer(lambda: True) is True
 
 
 def test_no_sign_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
