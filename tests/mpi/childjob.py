@@ -50,10 +50,15 @@ def run_job(size: int, script: str, folder: Path, *arguments: str, **variables: 
     """Run ``script`` on ``size`` ranks in ``folder``; TimeoutExpired if it hangs."""
     file = folder / "script.py"
     file.write_text(script, encoding="utf-8")
+    return run_command(size, [sys.executable, str(file), *arguments], folder, **variables)
+
+
+def run_command(size: int, command: list[str], folder: Path, **variables: str) -> Ended:
+    """Run ``command`` on ``size`` ranks, 0 for without mpiexec; TimeoutExpired if it hangs."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
     # A session of its own, so that all of it can be ended: mpiexec alone may leave its ranks.
     with subprocess.Popen(
-        [*mpiexec(size), sys.executable, str(file), *arguments],
+        [*(mpiexec(size) if size else []), *command],
         env={
             **_YIELD,
             **environment,
