@@ -1,7 +1,8 @@
 """Collectives on arrays: arrays in, arrays out, shape and dtype kept.
 
 Any shape (0-d and empty included), any memory order, strided input too; the result is a
-new C-ordered array of the input's library and device, and the input is not changed.
+new C-ordered array of the input's library and device, and the input is not changed. Of torch,
+tensors that require gradients are taken for their values: the result knows of no graph.
 ``comm`` may be a wrapped or a plain mpi4py communicator; without it the world is used. All
 ranks call with the same dtype and, where the collective wants it, the same shape.
 """
@@ -95,9 +96,14 @@ def _cupy() -> _Library:
 @cache
 def _torch() -> _Library:
     torch = sys.modules["torch"]
+
+    def values(x: Any) -> Any:
+        """Return a tensor without its graph, its conjugation and change of sign done."""
+        return x.detach().resolve_conj().resolve_neg()
+
     return _Library(
-        lambda x: x.detach().contiguous(),
-        lambda x: x.detach().clone(memory_format=torch.contiguous_format),
+        lambda x: values(x).contiguous(),
+        lambda x: values(x).clone(memory_format=torch.contiguous_format),
         lambda shape, like: torch.empty(shape, dtype=like.dtype, device=like.device),
     )
 
@@ -107,7 +113,11 @@ _LIBRARIES: dict[str, Callable[[], _Library]] = {"cupy": _cupy, "torch": _torch}
 
 
 def _library(x: object) -> _Library:
-    return _LIBRARIES.get(type(x).__module__.partition(".")[0], _numpy)()
+    for one in type(x).__mro__:  # a user's own class of tensors is one of torch's
+        library = _LIBRARIES.get(one.__module__.partition(".")[0])
+        if library is not None:
+            return library()
+    return _numpy()
 
 
 def _input(x: Any) -> Any:
@@ -233,14 +243,7 @@ def scatter(
     wrapped = _comm(comm)
     source, described = None, None
     if wrapped.rank == root:
-        # What the root finds decides on all ranks, else the others would wait for it.
-        source = _input(np.empty(0) if x is None else x)
-        fault = ""
-        if x is None:
-            fault = "x is None; the root passes the rows of all ranks"
-        elif source.ndim == 0 or source.shape[0] != wrapped.size:
-            fault = f"x has shape {source.shape}; its first axis must have {wrapped.size} entries"
-        described = fault, tuple(source.shape[1:]), _dtype(source)
+        source, described = _rows(x, wrapped.size)
     fault, shape, dtype = wrapped.bcast(described, root=root)
     if fault:
         raise ValueError(f"scatter: root {root}: {fault}")
@@ -248,6 +251,21 @@ def scatter(
     result: Any = np.empty(shape, dtype) if like is None else _empty(like, shape)
     wrapped.Scatter(source, result, root, algorithm=algorithm)
     return result
+
+
+def _rows(x: Any, size: int) -> tuple[Any, tuple[str, tuple[int, ...], np.dtype[Any] | None]]:
+    """Return the root's array, and what it tells the others: a fault, or shape and dtype of
+    its rows. What the root finds decides on all ranks, else the others would wait for it."""
+    try:
+        if x is None:
+            raise ValueError("x is None; the root passes the rows of all ranks")
+        source = _input(x)
+        if source.ndim == 0 or source.shape[0] != size:
+            shape = tuple(source.shape)
+            raise ValueError(f"x has shape {shape}; its first axis must have {size} entries")
+        return source, ("", tuple(source.shape[1:]), _dtype(source))
+    except Exception as error:
+        return None, (str(error) or type(error).__name__, (), None)
 
 
 def reduce_scatter(

@@ -14,10 +14,12 @@ from mpi4py import MPI
 
 from mpicoll.algorithms.alltoall import transit_from, transit_schedule
 from mpicoll.collectives.base import Base, Options, Planning, forms, in_place
-from mpicoll.runtime.buffers import (
-    Buffer,
-    Chore,
-    check_aliasing,
+from mpicoll.runtime.buffers import Buffer, Chore, check_aliasing
+from mpicoll.runtime.executor import Bytes, Execution
+from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.link import Opened, programmed
+from mpicoll.runtime.plan import EMPTY, Plan
+from mpicoll.runtime.specs import (
     parse_recv,
     parse_recv_v,
     parse_recv_w,
@@ -25,10 +27,6 @@ from mpicoll.runtime.buffers import (
     parse_send_v,
     parse_send_w,
 )
-from mpicoll.runtime.executor import Bytes, Execution
-from mpicoll.runtime.faults import CallError
-from mpicoll.runtime.link import Opened, programmed
-from mpicoll.runtime.plan import EMPTY, Plan
 from mpicoll.schedule.contracts import ROOTED
 from mpicoll.schedule.ir import Call
 from mpicoll.schedule.partition import offsets

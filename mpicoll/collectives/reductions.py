@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpicoll.collectives.base import Base, Options, OrderedOptions, Planning, forms, in_place
-from mpicoll.runtime.buffers import Buffer, Chore, check_aliasing, parse_recv, parse_send
+from mpicoll.runtime.buffers import Buffer, Chore, check_aliasing
 from mpicoll.runtime.compress import compressed, expanded, wire_item
 from mpicoll.runtime.executor import Bytes
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.link import Opened, programmed
 from mpicoll.runtime.operators import AverageOp, Reducer, reducer
 from mpicoll.runtime.plan import EMPTY, Plan
+from mpicoll.runtime.specs import parse_recv, parse_send
 from mpicoll.schedule.contracts import ROOTED
 from mpicoll.schedule.ir import Call
 from mpicoll.selection.choose import Choice, Wanted

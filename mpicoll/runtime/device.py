@@ -8,7 +8,6 @@ is a device array of any library: it has the streams, the pinned memory and the 
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -17,16 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import ml_dtypes
 import numpy as np
 
-from mpicoll.runtime import device_kernels, device_support, staging
+from mpicoll.runtime import device_kernels, device_support, dlpack, staging
 from mpicoll.runtime.datatypes import DType
 from mpicoll.runtime.executor import Bytes
 from mpicoll.runtime.staging import Backend, DeviceMemory, Kernel, Layout
 
 if TYPE_CHECKING:
     from mpicoll.runtime.operators import Reducer
-
-#: DLPack's numbers of device kinds whose memory is a device's: CUDA, ROCm, CUDA managed.
-_DEVICES = (2, 10, 13)
 
 _THREADS = 256
 _BLOCKS = 1024
@@ -51,13 +47,13 @@ class Shown(NamedTuple):
     owner: object
 
 
-def recognised(data: Any) -> DeviceMemory | None:
+def recognised(data: Any, *, typed: bool = False) -> DeviceMemory | None:
     """Return the memory of a device array, None for what is none.
 
-    Raises BufferError for one that is not contiguous, as mpi4py does, and TypeError where
-    CuPy is missing.
+    ``typed`` says that the caller names the datatype of its items. Raises BufferError for
+    one that is not contiguous, as mpi4py does, and TypeError where CuPy is missing.
     """
-    shown = _shown(data)
+    shown = _shown(data, typed)
     if shown is None:
         return None
     if not _contiguous(shown):
@@ -80,18 +76,22 @@ def device_of(backend: Backend, address: int) -> int:
     return 0 if of_address is None or not address else cast(int, of_address(address))
 
 
-def _shown(data: Any) -> Shown | None:
-    place = getattr(data, "__dlpack_device__", None)
-    kind, number = (0, None) if place is None else place()
-    if place is not None and int(kind) not in _DEVICES:
+def _shown(data: Any, typed: bool) -> Shown | None:
+    place = dlpack.place(data)
+    if place is not None and place[0] not in dlpack.DEVICES:
         return None
+    number = None if place is None else place[1]
     interface = getattr(data, "__cuda_array_interface__", None)
     if interface is not None:
         address, readonly = interface["data"]
         dtype = _dtype(interface["typestr"], getattr(data, "dtype", None))
         strides = interface.get("strides")
         return Shown(address or 0, interface["shape"], strides, readonly, dtype, number, data)
-    return None if place is None else _by_dlpack(data, number)
+    if place is None:
+        return None
+    lent = dlpack.borrow(data, typed=typed, on_device=True)
+    owner = (data, lent.capsule)
+    return Shown(lent.address, lent.shape, lent.strides, lent.readonly, lent.dtype, number, owner)
 
 
 def _dtype(typestr: str, said: object) -> DType:
@@ -121,51 +121,6 @@ def _contiguous(shown: Shown) -> bool:
         else:
             return True
     return False
-
-
-# -- DLPack -----------------------------------------------------------------------------------
-
-
-class _Tensor(ctypes.Structure):
-    """DLTensor of DLPack's C header, which begins a managed one."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-_CODES = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
-
-
-def _by_dlpack(data: Any, device: int | None) -> Shown:
-    """Read the capsule, and keep it: it gives its memory back when it is dropped unused."""
-    capsule = data.__dlpack__(stream=-1)  # order is our own business
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    tensor = _Tensor.from_address(pointer(capsule, b"dltensor"))
-    shape = tuple(tensor.shape[: tensor.ndim])
-    size = tensor.bits // 8
-    dtype: DType | None = None
-    if tensor.code == 4 and size == 2:
-        dtype = np.dtype(ml_dtypes.bfloat16)
-    elif tensor.code in _CODES and tensor.lanes == 1:
-        dtype = np.dtype("?" if tensor.code == 6 else f"{_CODES[tensor.code]}{size}")
-    if dtype is None:
-        raise BufferError(f"message: no MPI datatype for DLPack type {tensor.code}, {size} bytes")
-    strides = None
-    if tensor.strides:
-        strides = tuple([stride * size for stride in tensor.strides[: tensor.ndim]])
-    address = (tensor.data or 0) + tensor.byte_offset
-    return Shown(address, shape, strides, False, dtype, device, (data, capsule))
 
 
 # -- CuPy -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from deferred import BACKEND, Array, array, empty, host
+from lender import BFLOAT16, CUDA, READ_ONLY, Lender
 from mpi4py import MPI
 
 import mpicoll
@@ -111,33 +113,36 @@ def test_what_has_no_kernel_goes_through_the_host(op: str, world: Comm) -> None:
         operator.Free()
 
 
-def test_dlpack_alone_is_enough(world: Comm) -> None:
-    capsules: list[Any] = []
-
-    class OnlyDlpack:
-        def __init__(self, of: Array, numpy: Any) -> None:
-            self.of, self.numpy = of, numpy
-
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return 2, 0
-
-        def __dlpack__(self, stream: int) -> Any:
-            assert stream == -1
-            capsules.append(self.numpy.__dlpack__())
-            return capsules[-1]
-
-    device._BACKENDS[OnlyDlpack] = BACKEND
+@pytest.mark.parametrize("version", [None, (1, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [np.dtype(np.float64), BFLOAT16], ids=str)
+def test_dlpack_alone_is_enough(
+    dtype: Any, version: Any, world: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(device._BACKENDS, Lender, BACKEND)
     BACKEND.use("late", True)
-    memory = np.arange(600.0).reshape(20, 30)
-    given = OnlyDlpack(array(memory), memory)
+    memory = (np.arange(600) % 50).reshape(20, 30).astype(dtype)
+    given = Lender(memory, version=version, kind=CUDA, number=0)
     found = device.recognised(given)
     assert found is not None
     assert (found.address, found.length) == (deferred.address_of(memory), memory.nbytes)
-    assert found.dtype == np.float64
-    result = empty((20, 30), np.float64)
+    assert (found.dtype, found.readonly) == (dtype, False)
+    assert given.asked[-1]["stream"] == -1
+    assert given.returned == 0
+    result = empty((20, 30), dtype)
     world.Allreduce(given, result)
-    np.testing.assert_array_equal(host(result), memory * world.size)
-    del device._BACKENDS[OnlyDlpack]
+    np.testing.assert_array_equal(host(result), memory * dtype.type(world.size))
+    del found
+    gc.collect()
+    assert given.returned == given.lent == 2
+
+
+def test_dlpack_says_what_is_read_only(world: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(device._BACKENDS, Lender, BACKEND)
+    given = Lender(np.zeros(600), kind=CUDA, flags=READ_ONLY)
+    with pytest.raises(BufferError, match="not writable"):
+        world.Allreduce(array(np.zeros(600)), given)
+    with pytest.raises(BufferError, match="DLPack type 17"):
+        world.Bcast(Lender(np.zeros(8, np.uint8), kind=CUDA, type=(17, 4, 2)))
 
 
 @pytest.mark.parametrize(

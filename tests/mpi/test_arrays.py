@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
+import fake_torch
 import ml_dtypes
 import numpy as np
 import pytest
+from fake_torch import Tensor
 from mpi4py import MPI
 
 import mpicoll
+from mpicoll import arrays
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -168,3 +173,91 @@ def test_mean_of_float16_does_not_overflow() -> None:
     for result in (mpicoll.allreduce(x, op="mean"), mpicoll.reduce(x, op="mean")):
         assert result is None or (result == x).all()
     assert (mpicoll.reduce_scatter(x, op="mean") == x[0]).all()
+
+
+# -- torch --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let `fake_torch` be torch, in place of one that may be there."""
+    monkeypatch.setitem(sys.modules, "torch", fake_torch.MODULE)
+    arrays._torch.cache_clear()
+    yield
+    arrays._torch.cache_clear()
+
+
+TORCH_DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.complex64, np.int64]
+TENSORS: dict[str, Any] = {
+    "plain": lambda x: Tensor(x),
+    "strided": lambda x: Tensor(strided(x)),
+    "requires grad": lambda x: Tensor(x, requires_grad=True),
+    "conjugated": lambda x: Tensor(fake_torch.conjugate(x), conj=True),
+    "negated": lambda x: Tensor(fake_torch.negative(x), neg=True),
+    "of another class": lambda x: fake_torch.Subclass(x),
+}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4 * SIZE, 3)], ids=str)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("form", TENSORS)
+def test_tensors(form: str, dtype: Any, shape: tuple[int, ...], torch: None) -> None:
+    inputs = [of_rank(rank, shape, dtype) for rank in range(SIZE)]
+    x = TENSORS[form](inputs[RANK])
+    before = x.array.copy()
+    total = sum(one.astype(np.complex128) for one in inputs)
+    root = SIZE - 1
+    results = {
+        "allreduce": (mpicoll.allreduce(x), np.asarray(total)),
+        "broadcast": (mpicoll.broadcast(x, root), inputs[root]),
+        "allgather": (mpicoll.allgather(x), np.stack(inputs)),
+    }
+    reduced, gathered = mpicoll.reduce(x, root=root), mpicoll.gather(x, root)
+    assert (reduced is None) == (gathered is None) == (root != RANK)
+    if root == RANK:
+        results["reduce"] = (reduced, np.asarray(total))
+        results["gather"] = (gathered, np.stack(inputs))
+    if shape:
+        own = np.array_split(np.asarray(total), SIZE)[RANK]
+        parts = [np.array_split(one, SIZE)[RANK] for one in inputs]
+        results["reduce_scatter"] = (mpicoll.reduce_scatter(x), own)
+        exchanged, counts = mpicoll.alltoall(x)
+        results["alltoall"] = (exchanged, np.concatenate(parts))
+        assert counts == [len(one) for one in parts]
+    for name, (result, expected) in results.items():
+        assert isinstance(result, Tensor), name
+        assert not result.requires_grad, name
+        assert (result.dtype, result.shape) == (x.dtype, expected.shape), name
+        found = result.resolve_conj().resolve_neg().array.astype(np.complex128)
+        np.testing.assert_array_equal(found, expected, err_msg=name)
+    np.testing.assert_array_equal(x.array, before)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_rows_of_a_tensor(dtype: Any, torch: None) -> None:
+    rows = of_rank(0, (SIZE, 2, 3), dtype)
+    like = Tensor(np.zeros(0, dtype))
+    result = mpicoll.scatter(Tensor(rows) if RANK == 0 else like)
+    assert isinstance(result, Tensor)
+    np.testing.assert_array_equal(result.array, rows[RANK])
+    result = mpicoll.scatter(Tensor(rows) if RANK == 0 else None)
+    found = result.array if isinstance(result, Tensor) else result
+    assert isinstance(result, Tensor) == (RANK == 0)
+    assert found.dtype == rows.dtype
+    np.testing.assert_array_equal(found, rows[RANK])
+
+
+def test_a_tensor_that_the_root_cannot_scatter_fails_on_all_ranks(torch: None) -> None:
+    class Sparse(Tensor):
+        def detach(self) -> Tensor:
+            raise RuntimeError("sparse tensors have no strides")
+
+    class Quantised(Tensor):
+        def contiguous(self) -> Tensor:
+            self.dtype = "torch.quint8"
+            return self
+
+    for x, says in ((Sparse(np.zeros(SIZE)), "no strides"), (Quantised(np.zeros(SIZE)), "quint8")):
+        with pytest.raises(ValueError, match=f"scatter: root 0: .*{says}"):
+            mpicoll.scatter(x if RANK == 0 else None)
+    assert mpicoll.allreduce(1) == SIZE

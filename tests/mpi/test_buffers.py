@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicoll.runtime.buffers import (
-    Buffer,
-    check_aliasing,
+from mpicoll.runtime.buffers import Buffer, check_aliasing
+from mpicoll.runtime.datatypes import describe
+from mpicoll.runtime.specs import (
     parse_recv,
     parse_recv_v,
     parse_recv_w,
@@ -24,7 +24,6 @@ from mpicoll.runtime.buffers import (
     parse_send_v,
     parse_send_w,
 )
-from mpicoll.runtime.datatypes import describe
 
 CODES = "?bhilqBHILQefdgFDG"
 EXTENSIONS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")

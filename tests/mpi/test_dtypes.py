@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicoll.runtime.buffers import parse_send
 from mpicoll.runtime.datatypes import Item, describe
 from mpicoll.runtime.operators import AVG, Reducer, reducer
+from mpicoll.runtime.specs import parse_send
 
 
 def words(text: str) -> list[str]:
