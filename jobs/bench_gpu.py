@@ -1,172 +1,134 @@
 """Bus bandwidth of collectives on device arrays, timed with events: one way per run.
 
 ``mpiexec -n P python jobs/bench_gpu.py --way device|staged|native|nccl``. A way is a run of
-its own, since an MPI's own call may crash on device pointers. Results are checked first.
+its own, since an MPI's own call may crash on device pointers. Results are checked. What is
+called and how it is timed is that of ``mpicoll bench --device cuda``; here several calls
+follow each other between two events, as NCCL's own tests have it.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from mpi4py import MPI
 
+import mpicoll
+from mpicoll.cli import cuda, timing
+from mpicoll.cli.cases import Case, bus_factor, even
+
 WAYS = ("device", "staged", "native", "nccl")
-#: algbw times this is the busbw of nccl-tests, on P ranks.
-FACTORS: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda size: 2 * (size - 1) / size,
-    "allgather": lambda size: (size - 1) / size,
-    "reduce_scatter": lambda size: (size - 1) / size,
-    "alltoall": lambda size: (size - 1) / size,
-    "bcast": lambda size: 1.0,
-}
+COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast")
 
 
 def arguments() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=WAYS, required=True)
-    parser.add_argument("--collectives", nargs="+", choices=FACTORS, default=list(FACTORS))
+    parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES))
     parser.add_argument("--bytes", nargs="+", type=int, default=[4 << k for k in range(8, 27, 3)])
     parser.add_argument("--dtype", choices=("float32", "float16", "float64"), default="float32")
     parser.add_argument("--repeats", type=int, default=7)
     return parser.parse_args()
 
 
-class Way:
-    """The five collectives in one way, on CuPy arrays of one item count per rank."""
+class Nccl:
+    """The five collectives of NCCL, on the current stream."""
 
-    def __init__(self, name: str, cupy: Any) -> None:
-        """Wrap the world, or make a communicator of NCCL."""
-        self.world = MPI.COMM_WORLD
-        self.cupy = cupy
-        self.nccl: Any = None
-        if name == "nccl":
-            nccl = cupy.cuda.nccl
-            unique = self.world.bcast(nccl.get_unique_id() if self.world.rank == 0 else None)
-            self.nccl = nccl.NcclCommunicator(self.world.size, unique, self.world.rank)
-            self.types = {"float16": nccl.NCCL_FLOAT16, "float32": nccl.NCCL_FLOAT32}
-            self.types["float64"] = nccl.NCCL_FLOAT64
-            self.sum = nccl.NCCL_SUM
-        elif name != "native":
-            from dataclasses import replace
+    def __init__(self, world: MPI.Intracomm) -> None:
+        """Make a communicator of the world's ranks."""
+        import cupy
 
-            import mpicoll
+        self.nccl = nccl = cupy.cuda.nccl
+        self.stream = cupy.cuda.get_current_stream
+        self.size = world.size
+        unique = world.bcast(nccl.get_unique_id() if world.rank == 0 else None)
+        self.comm = nccl.NcclCommunicator(world.size, unique, world.rank)
+        self.types = {
+            "float16": nccl.NCCL_FLOAT16,
+            "float32": nccl.NCCL_FLOAT32,
+            "float64": nccl.NCCL_FLOAT64,
+        }
 
-            wrapped = mpicoll.Comm(self.world)
-            wrapped._link.settings = replace(wrapped._link.settings, cuda_aware=name == "device")
-            self.world = wrapped
-
-    def call(self, collective: str, x: Any, y: Any) -> None:
-        """Run a collective from ``x`` to ``y`` on the current stream."""
-        if self.nccl is not None:
-            self._nccl(collective, x, y)
-            return
-        if type(self.world) is MPI.Intracomm:
-            self.cupy.cuda.get_current_stream().synchronize()  # the MPI's own does not look
-        if collective == "bcast":
-            self.world.Bcast(x, 0)
-            return
-        method = {"reduce_scatter": "Reduce_scatter_block"}.get(
-            collective, collective.capitalize()
-        )
-        getattr(self.world, method)(x, y)
-
-    def _nccl(self, collective: str, x: Any, y: Any) -> None:
-        stream = self.cupy.cuda.get_current_stream().ptr
-        kind, at, to = self.types[x.dtype.name], x.data.ptr, y.data.ptr
-        size = self.world.size
+    def call(self, case: Case) -> None:
+        """Queue a collective."""
+        collective, stream = case.shape.collective, self.stream().ptr
+        kind = self.types[case.shape.dtype.name]
+        x, y = case.arguments[0], case.arguments[1]
         if collective == "allreduce":
-            self.nccl.allReduce(at, to, x.size, kind, self.sum, stream)
+            self.comm.allReduce(x.data.ptr, y.data.ptr, x.size, kind, self.nccl.NCCL_SUM, stream)
         elif collective == "allgather":
-            self.nccl.allGather(at, to, x.size, kind, stream)
+            self.comm.allGather(x.data.ptr, y.data.ptr, x.size, kind, stream)
         elif collective == "reduce_scatter":
-            self.nccl.reduceScatter(at, to, y.size, kind, self.sum, stream)
+            here, there = x.data.ptr, y.data.ptr
+            self.comm.reduceScatter(here, there, y.size, kind, self.nccl.NCCL_SUM, stream)
         elif collective == "bcast":
-            self.nccl.bcast(at, x.size, kind, 0, stream)
+            self.comm.bcast(x.data.ptr, x.size, kind, case.shape.root, stream)
         else:
-            part = x.nbytes // size
-            self.cupy.cuda.nccl.groupStart()
-            for peer in range(size):
-                self.nccl.send(at + peer * part, x.size // size, kind, peer, stream)
-                self.nccl.recv(to + peer * part, x.size // size, kind, peer, stream)
-            self.cupy.cuda.nccl.groupEnd()
+            part, count = x.nbytes // self.size, x.size // self.size
+            self.nccl.groupStart()
+            for peer in range(self.size):
+                self.comm.send(x.data.ptr + peer * part, count, kind, peer, stream)
+                self.comm.recv(y.data.ptr + peer * part, count, kind, peer, stream)
+            self.nccl.groupEnd()
 
 
-def buffers(collective: str, nbytes: int, dtype: str, cupy: Any) -> tuple[Any, Any]:
-    """Return both sides; ``nbytes`` are those of the larger one."""
-    world = MPI.COMM_WORLD
-    block = max(1, nbytes // world.size // np.dtype(dtype).itemsize)
-    whole = block * world.size
-    sizes = {"allgather": (block, whole), "reduce_scatter": (whole, block)}
-    sent, received = sizes.get(collective, (whole, whole))
-    return cupy.full(sent, world.rank + 1, dtype), cupy.zeros(received, dtype)
+def caller(way: str) -> Callable[[Case], Callable[[], object]]:
+    """Return what makes one call of a case in a way."""
+    if way == "nccl":
+        nccl = Nccl(MPI.COMM_WORLD)
+        return lambda case: lambda: nccl.call(case)
+    if way == "native":
+        return lambda case: case.bound(MPI.COMM_WORLD)
+    comm = mpicoll.Comm(MPI.COMM_WORLD)
+    comm._link.apply(replace(comm._link.settings, memory="device", cuda_aware=way == "device"))
+    return lambda case: case.bound(comm)
 
 
-def right(collective: str, x: Any, y: Any) -> bool:
-    """Whether the results are what they have to be."""
-    size = MPI.COMM_WORLD.size
-    if collective == "bcast":
-        return bool((x == 1).all())
-    if collective in ("allgather", "alltoall"):
-        return bool((y.reshape(size, -1).get() == 1 + np.arange(size)[:, None]).all())
-    return bool((y == size * (size + 1) // 2).all())
+def repeated(call: Callable[[], object], calls: int) -> Callable[[], object]:
+    """Return what calls so often."""
 
-
-def seconds(way: Way, collective: str, x: Any, y: Any, repeats: int, cupy: Any) -> float:
-    """Return the median over repeats of the slowest rank's time, by events on the stream."""
-    calls = 20 if max(x.nbytes, y.nbytes) <= 1 << 20 else 5
-    times = []
-    for _ in range(repeats + 1):
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        MPI.COMM_WORLD.Barrier()
-        begin.record()
+    def run() -> None:
         for _ in range(calls):
-            way.call(collective, x, y)
-        end.record()
-        end.synchronize()
-        own = cupy.cuda.get_elapsed_time(begin, end) / 1000 / calls
-        times.append(MPI.COMM_WORLD.allreduce(own, MPI.MAX))
-    return float(statistics.median(times[1:]))
+            call()
+
+    return run
+
+
+def measured(case: Case, call: Callable[[], object], repeats: int) -> tuple[float, str]:
+    """Return the median seconds of a call, of the slowest rank, and what is wrong."""
+    calls = 20 if case.shape.nbytes <= 1 << 20 else 5
+    contender = timing.Contender("", repeated(call, calls), case.poison, case.wrong)
+    found = timing.race(MPI.COMM_WORLD, [contender], float("inf"), repeats, case.memory)[0]
+    return found.summary()["median"] / calls, found.fault
 
 
 def main() -> int:
     """Print one line per collective and size."""
     options = arguments()
-    world = MPI.COMM_WORLD
-    try:
-        import cupy
-
-        cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:
+    world, dtype = MPI.COMM_WORLD, np.dtype(options.dtype)
+    memory, fault = cuda.find(world, dtype)
+    if memory is None:
         if world.rank == 0:
-            print(f"no device: nothing was run ({type(error).__name__})")
+            print(f"no device: nothing was run ({fault})")
         return 0
-    from mpicoll.runtime.device_support import bind_device
-
-    number = bind_device(world)
-    name = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
-    cupy.cuda.Stream(non_blocking=True).use()
-    way = Way(options.way, cupy)
+    bound = caller(options.way)
     if world.rank == 0:
-        print(f"# {options.way}, {world.size} ranks, {name}, {options.dtype}")
+        print(f"# {options.way}, {world.size} ranks, {memory.device}, {dtype}")
         print(f"{'collective':15} {'bytes':>11} {'us':>10} {'busbw GB/s':>11}")
     for collective in options.collectives:
         for nbytes in options.bytes:
-            x, y = buffers(collective, nbytes, options.dtype, cupy)
-            way.call(collective, x, y)
-            cupy.cuda.get_current_stream().synchronize()
-            good = world.allreduce(right(collective, x, y), MPI.LAND)
-            if not good:
-                print(f"rank {world.rank}: {collective} of {nbytes} bytes is wrong", flush=True)
+            case = Case(world, even(collective, world.size, nbytes, dtype), memory)
+            took, fault = measured(case, bound(case), options.repeats)
+            if fault:
+                if world.rank == 0:
+                    print(f"{collective} of {nbytes} bytes is wrong: {fault}", flush=True)
                 return 1
-            took = seconds(way, collective, x, y, options.repeats, cupy)
-            moved = max(x.nbytes, y.nbytes)
-            busbw = moved / took * FACTORS[collective](world.size) / 1e9
+            moved = case.shape.nbytes
+            busbw = moved / took * bus_factor(collective, world.size) / 1e9
             if world.rank == 0:
                 print(f"{collective:15} {moved:11} {took * 1e6:10.1f} {busbw:11.2f}", flush=True)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "complex128", "complex64"),
     *("int64", "int32", "int16", "int8", "uint8"),
 )
-_OF_A_STUDY = frozenset(("study", "compare", "device", "repeats", "seconds", "json_file"))
+_OF_A_STUDY = frozenset(("study", "compare", "repeats", "seconds", "json_file"))
 
 
 class Rivals(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -66,11 +67,18 @@ class Rivals(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     default="native",
     type=Rivals(),
     show_default=True,
-    help="native (the MPI's own), gloo (of torch.distributed), both with a comma, or none.",
+    help="native (the MPI's own), gloo (of torch.distributed), both with a comma, or none. With "
+    "--device cuda none unless named: an MPI's own collective may crash on device memory.",
 )
 @click.option("--form", type=click.Choice(list(FORMS)), default="blocking", show_default=True)
 @click.option("--dtype", type=click.Choice(DTYPES), default="float64", show_default=True)
-@click.option("--device", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["host", "cuda"]),
+    default="host",
+    show_default=True,
+    help="Where buffers lie; cuda are arrays of CuPy, timed by events.",
+)
 @click.option(
     "--repeats",
     default=200,
@@ -120,6 +128,7 @@ def bench(
       mpiexec -n 8 mpicoll bench alltoall -a pairwise,bruck --plot alltoall.png --json a.json
       mpiexec -n 8 mpicoll bench allreduce --compare native,gloo --dtype bfloat16 --plot -
       mpiexec -n 8 mpicoll bench allreduce --form persistent
+      mpiexec -n 4 mpicoll bench allreduce --device cuda
       mpiexec -n 8 mpicoll bench --study
 
     \b
@@ -133,7 +142,8 @@ def bench(
     / native time divided by the MPI's own in the same round, the median over rounds, with its
              95 % interval; below 1 is faster. ≈ is within the noise of native against itself.
     """
-    _can_be_done(ctx, collectives, device, study)
+    _can_be_done(ctx, collectives, study)
+    compare = _compared(ctx, compare, device)
     wanted = tuple(COLLECTIVES) if "all" in collectives else tuple(dict.fromkeys(collectives))
     chosen = _algorithms(wanted, algorithms) if wanted else {}
     pictures = [file for file in plot if file != "-"]
@@ -144,13 +154,15 @@ def bench(
     from mpicoll.cli.facts import gather_facts, header
     from mpicoll.cli.world import open_world
 
-    comm = open_world(json_file, *pictures)
+    world = open_world(json_file, *pictures)
     screen = console(json_file)
-    race = Race(form, dtype, seconds, repeats)
     with ExitStack() as stack:
+        comm, race = world, Race(form, dtype, seconds, repeats)
+        if device == "cuda":
+            comm, race = _on_device(world, race, stack)
         rivals = open_rivals(comm, compare, stack)
-        facts = gather_facts(comm)
-        for line in header(facts):
+        facts = gather_facts(comm) | {"memory": race.memory.words}
+        for line in (*header(facts), *filter(None, [race.memory.words])):
             screen.print(line)
         policy = _policy(screen, race, "comparison" if study else "size")
         data: dict[str, Any] = {"environment": facts, "policy": policy}
@@ -160,22 +172,38 @@ def bench(
             data["studies"] = run_studies(screen, comm, bool(rivals), seconds, repeats)
         else:
             data |= _tables(screen, comm, chosen, sizes, rivals, race, "-" in plot)
-    if comm.rank == 0:
+    if world.rank == 0:
         _draw(screen, data, header(facts), pictures, compare)
     write_json(json_file, "bench", data)
     if _faults(data):
         raise click.exceptions.Exit(1)
 
 
-def _can_be_done(
-    ctx: click.Context, collectives: tuple[str, ...], device: str, study: bool
-) -> None:
-    """Refuse what does not go together, or not yet."""
-    if device != "host":
-        refuse(
-            f"--device {device}: collectives on device memory are not there yet; "
-            "host is what can be timed"
-        )
+def _compared(ctx: click.Context, compare: tuple[str, ...], device: str) -> tuple[str, ...]:
+    """Return the rivals that were asked for; Gloo takes no device memory."""
+    if device == "host":
+        return compare
+    if "gloo" in compare:
+        refuse(f"--compare gloo: Gloo takes host memory only; leave it out with --device {device}")
+    named = ctx.get_parameter_source("compare") is not ParameterSource.DEFAULT
+    return compare if named else ()
+
+
+def _on_device(comm: Comm, race: Race, stack: ExitStack) -> tuple[Comm, Race]:
+    """Return a communicator for device memory and the race on it; without one refuse."""
+    from mpicoll.cli.bench_rivals import afterwards
+    from mpicoll.cli.bench_run import item_of
+    from mpicoll.cli.cuda import need
+    from mpicoll.comm import Comm
+
+    memory = need(comm, item_of(race.dtype), "--device cuda")
+    mine = Comm(comm.Dup(), memory="device")
+    afterwards(stack, mine.Free)
+    return mine, replace(race, memory=memory)
+
+
+def _can_be_done(ctx: click.Context, collectives: tuple[str, ...], study: bool) -> None:
+    """Refuse what does not go together."""
     if not study:
         if not collectives:
             raise click.MissingParameter(ctx=ctx, param=ctx.command.params[0])
@@ -218,18 +246,20 @@ def _policy(screen: Console, race: Race, each: str) -> dict[str, Any]:
     """Say how it is timed, and return it."""
     from mpicoll.cli.timing import FEWEST, POLICY, WARM_UP
 
+    text = f"{POLICY} {race.memory.policy}".rstrip()
     rounds = f"at most {race.repeats} rounds or {race.seconds:g} s a {each}"
     screen.print(
-        f"\n[dim]{POLICY} {WARM_UP} calls to warm up, {rounds}, at least "
+        f"\n[dim]{text} {WARM_UP} calls to warm up, {rounds}, at least "
         f"{min(FEWEST, race.repeats)}; {race.form}, {race.dtype}. {FORMS[race.form]}[/dim]\n"
     )
     return {
-        "text": POLICY,
+        "text": text,
         "warm_up": WARM_UP,
         "repeats": race.repeats,
         "seconds": race.seconds,
         "form": race.form,
         "dtype": race.dtype,
+        "memory": race.memory.name,
     }
 
 
@@ -248,13 +278,13 @@ def _tables(
     from mpicoll.cli.bench_run import measure, shapes, taking_part
     from mpicoll.cli.world import native
 
-    limit = measure_limit(native(comm), race.seconds, race.repeats)
-    show_limit(screen, limit)
+    limit = measure_limit(native(comm), race.seconds, race.repeats, race.memory)
+    show_limit(screen, limit, race.memory)
     results: list[dict[str, Any]] = []
     left_out: dict[str, list[str]] = {}
     for name, algorithms in chosen.items():
         wanted = shapes(name, comm.size, sizes, race.dtype)
-        kept, left_out[name] = taking_part(comm, wanted[0], rivals, race.form)
+        kept, left_out[name] = taking_part(comm, wanted[0], rivals, race)
         shown = [rival.name for rival in kept]
         board, rows = table(shown), []
         for shape in wanted:

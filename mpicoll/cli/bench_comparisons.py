@@ -24,8 +24,9 @@ from mpicoll.cli.bench_study import (
     called_on,
     times_as_long,
 )
-from mpicoll.cli.cases import Array, Case, even
+from mpicoll.cli.cases import Case, even
 from mpicoll.cli.common import human_bytes, three
+from mpicoll.cli.memory import Array
 from mpicoll.cli.mpi import MPI
 from mpicoll.cli.timing import Contender
 from mpicoll.comm import Comm

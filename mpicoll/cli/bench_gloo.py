@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from mpicoll.cli.bench_rivals import afterwards, near, overflows
-from mpicoll.cli.cases import Array, Case
+from mpicoll.cli.cases import Case
 from mpicoll.cli.common import refuse
+from mpicoll.cli.memory import Array
 from mpicoll.cli.mpi import MPI
 from mpicoll.cli.timing import Contender
 from mpicoll.cli.world import native

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.cli import timing
-from mpicoll.cli.cases import Array
+from mpicoll.cli.memory import HOST, Array, Memory
 from mpicoll.cli.mpi import MPI
 from mpicoll.cli.timing import Contender
 
@@ -26,16 +26,19 @@ _ONE_WAY = frozenset(("bcast", "reduce", "gather", "scatter"))
 _TAG = 1
 
 
-def measure_limit(world: MPI.Intracomm, seconds: float, most: int) -> dict[str, Any]:
+def measure_limit(
+    world: MPI.Intracomm, seconds: float, most: int, memory: Memory = HOST
+) -> dict[str, Any]:
     """Return by kind the highest bandwidth in bytes/s, at which size, and a fault if any.
 
-    Timed as the collectives are. With one rank there is no message, only memcpy.
+    Timed as the collectives are. With one rank there is no message, only memcpy. Messages
+    are of host memory where the MPI does not take addresses of ``memory``.
     """
     best: dict[str, Any] = {}
     for nbytes in SIZES:
-        contenders = [_contender(world, kind, nbytes) for kind in KINDS]
+        contenders = [_contender(world, kind, nbytes, memory) for kind in KINDS]
         kept = [one for one in contenders if world.size > 1 or one.name == "memcpy"]
-        for found in timing.race(world, kept, seconds / len(SIZES), most):
+        for found in timing.race(world, kept, seconds / len(SIZES), most, memory):
             rate = nbytes / found.summary()["median"]
             fault = found.fault or best.get(found.name, {}).get("fault", "")
             if rate > best.get(found.name, {"rate": 0.0})["rate"]:
@@ -54,20 +57,23 @@ def share(
     return kind, busbw / float(limit[kind]["rate"])
 
 
-def _contender(world: MPI.Intracomm, kind: str, nbytes: int) -> Contender:
+def _contender(world: MPI.Intracomm, kind: str, nbytes: int, memory: Memory = HOST) -> Contender:
+    if kind != "memcpy" and not memory.addressed:
+        memory = HOST
     rank, last = world.rank, world.size - 1
-    sent = np.full(nbytes, rank + 1, np.uint8)
-    result = np.zeros(nbytes, np.uint8)
-    expected: int | None = rank + 1
-    call: Callable[[], object] = lambda: np.copyto(result, sent)  # noqa: E731
+    source = memory.put(np.full(nbytes, _byte(rank), np.uint8))
+    target = memory.put(np.zeros(nbytes, np.uint8))
+    sent, result = memory.message(source), memory.message(target)
+    expected: int | None = _byte(rank)
+    call: Callable[[], object] = lambda: memory.copy(target, source)  # noqa: E731
     if kind == "both_ways":
         right, left = (rank + 1) % world.size, (rank - 1) % world.size
-        expected = left + 1
+        expected = _byte(left)
 
         def call() -> None:
             world.Sendrecv(sent, right, _TAG, result, left, _TAG)
     elif kind == "one_way":
-        expected = 1 if rank == last else None
+        expected = _byte(0) if rank == last else None
 
         def call() -> None:
             if rank == 0:
@@ -75,10 +81,18 @@ def _contender(world: MPI.Intracomm, kind: str, nbytes: int) -> Contender:
             elif rank == last:
                 world.Recv(result, 0, _TAG)
 
-    return Contender(kind, call, lambda: result.fill(0), lambda: _wrong(rank, result, expected))
+    def wrong() -> str:
+        return _wrong(rank, memory.fetch(target), expected)
+
+    return Contender(kind, call, lambda: memory.poison(target), wrong)
+
+
+def _byte(rank: int) -> int:
+    """Return what a rank sends over and over: never zero, nor what poison is."""
+    return 1 + rank % 64
 
 
 def _wrong(rank: int, result: Array, expected: int | None) -> str:
-    if expected is None or (result == expected % 256).all():
+    if expected is None or (result == expected).all():
         return ""
     return f"rank {rank}: a plain message of {result.nbytes} bytes arrived with wrong data"

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mpicoll.cli.common import human_bytes, human_rate, human_seconds, three
+from mpicoll.cli.memory import HOST, Memory
 
 RIVALS = ("native", "gloo")
 FORMS = {
@@ -17,7 +18,7 @@ FORMS = {
     "persistent": "Persistent: from Start to the end of Wait; _init is not timed.",
 }
 _STYLES = {"faster": "green", "slower": "red", "same": ""}
-_MARKS = {"faster": "▼", "slower": "▲", "same": "≈"}
+MARKS = {"faster": "▼", "slower": "▲", "same": "≈"}
 
 
 def again(rival: str) -> str:
@@ -38,7 +39,7 @@ def series(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def show_limit(screen: Console, limit: Mapping[str, Any]) -> None:
+def show_limit(screen: Console, limit: Mapping[str, Any], memory: Memory = HOST) -> None:
     """Say what plain messages and copies reach, and what share means."""
     from mpicoll.cli.bench_limit import DEFINITION, SIZES
 
@@ -51,7 +52,8 @@ def show_limit(screen: Console, limit: Mapping[str, Any]) -> None:
     sizes = ", ".join(map(human_bytes, SIZES))
     screen.print(f"[bold]limit[/bold]: {', '.join(rates)}")
     meaning = DEFINITION if "one_way" in limit else "One rank sends nothing: there is no share."
-    screen.print(f"[dim]Median times by turns, best of {sizes}. {meaning}[/dim]\n")
+    where = "" if memory.addressed else " Messages are of host memory, memcpy is on the device."
+    screen.print(f"[dim]Median times by turns, best of {sizes}.{where} {meaning}[/dim]\n")
     for kind, one in limit.items():
         if one["fault"]:
             screen.print(f"[bold red]{kind}:[/] {one['fault']}")
@@ -98,7 +100,7 @@ def _ratio(found: Mapping[str, Any] | None, roomy: bool) -> str:
     """Return a ratio with its mark, and with its interval where there is room."""
     if found is None:
         return "  1"
-    words = f"{_MARKS[found['verdict']]} {three(found['ratio']['median'])}"
+    words = f"{MARKS[found['verdict']]} {three(found['ratio']['median'])}"
     if roomy:
         words += f" ({'–'.join(map(three, found['interval']))})"
     style = _STYLES[found["verdict"]]

@@ -81,7 +81,7 @@ def _as_bytes_where_unknown(comm: MPI.Intracomm, case: Case) -> list[Any]:
         return arguments
     if case.shape.dtype != np.dtype(ml_dtypes.bfloat16):
         return arguments
-    return [one.view(np.uint8) if isinstance(one, np.ndarray) else one for one in arguments]
+    return [one.view(np.uint8) if hasattr(one, "dtype") else one for one in arguments]
 
 
 def ours(comm: Comm, case: Case, name: str, form: str, stack: ExitStack) -> Contender:
@@ -101,6 +101,8 @@ class Native:
 
     def refusal(self, case: Case, form: str) -> str:
         """Return why it takes no part: no such type, no such form."""
+        if not case.memory.addressed:
+            return "this MPI takes no device pointers"
         vendor, what = MPI.get_vendor()[0], f"{form} {case.shape.collective}"
         broken = _BROKEN.get((vendor, form, case.shape.collective), "")
         if broken:

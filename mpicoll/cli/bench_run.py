@@ -19,6 +19,7 @@ from mpicoll.cli.bench_limit import share
 from mpicoll.cli.bench_report import again
 from mpicoll.cli.bench_rivals import Rival, ours
 from mpicoll.cli.cases import Case, Shape, bus_factor, even
+from mpicoll.cli.memory import HOST, Memory
 from mpicoll.cli.timing import Contender, Measured
 from mpicoll.cli.world import native
 from mpicoll.comm import Comm
@@ -33,21 +34,27 @@ class Race:
     dtype: str
     seconds: float
     repeats: int
+    memory: Memory = HOST
+
+
+def item_of(dtype: str) -> np.dtype[Any]:
+    """Return the dtype of a name; NumPy itself has no bfloat16."""
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def shapes(collective: str, size: int, sizes: Sequence[int], dtype: str) -> list[Shape]:
     """Return what is timed; sizes that blocks of equal length make the same are one."""
     wanted = (0,) if collective == "barrier" else sizes
-    item = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    item = item_of(dtype)
     return list(dict.fromkeys(even(collective, size, nbytes, item) for nbytes in wanted))
 
 
 def taking_part(
-    comm: Comm, shape: Shape, rivals: Sequence[Rival], form: str
+    comm: Comm, shape: Shape, rivals: Sequence[Rival], race: Race
 ) -> tuple[list[Rival], list[str]]:
     """Return the rivals that have this collective, and why the others do not."""
-    case = Case(comm, shape)
-    refusals = [rival.refusal(case, form) for rival in rivals]
+    case = Case(comm, shape, race.memory)
+    refusals = [rival.refusal(case, race.form) for rival in rivals]
     kept = [rival for rival, words in zip(rivals, refusals, strict=True) if not words]
     return kept, [words for words in refusals if words]
 
@@ -61,7 +68,7 @@ def measure(
     limit: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Time everything for one size; return a row per contender, alike on all ranks."""
-    case = Case(comm, shape)
+    case = Case(comm, shape, race.memory)
     labels = {}
     with ExitStack() as stack:
         contenders = [one for rival in rivals for one in _twice(rival, case, race.form, stack)]
@@ -72,7 +79,7 @@ def measure(
                 continue
             contenders.append(ours(comm, case, name, race.form, stack))
             labels[name] = name if name != "auto" else f"auto: {_automatic(comm, case)}"
-        measured = timing.race(native(comm), contenders, race.seconds, race.repeats)
+        measured = timing.race(native(comm), contenders, race.seconds, race.repeats, race.memory)
     return [
         _row(shape, comm.size, item, labels.get(item.name, item.name), limit)
         | {"against": _against(item, measured, [rival.name for rival in rivals])}

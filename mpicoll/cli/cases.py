@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mpicoll.cli.memory import HOST, Array, Memory
 from mpicoll.cli.mpi import MPI
-from mpicoll.comm import Comm
 from mpicoll.schedule.partition import offsets, split
-
-Array: TypeAlias = npt.NDArray[Any]
 
 _METHODS = {
     "allgather": "Allgather",
@@ -86,10 +83,17 @@ def odd(collective: str, size: int, count: int, dtype: np.dtype[Any]) -> Shape |
 class Case:
     """Buffers of this rank for one shape, the calls on them and what must come out."""
 
-    def __init__(self, comm: Comm, shape: Shape) -> None:
+    def __init__(self, comm: MPI.Intracomm, shape: Shape, memory: Memory = HOST) -> None:
         self.shape = shape
+        self.memory = memory
         self._rank, self._size = comm.rank, comm.size
-        self._send, self.result, self.expected = self._buffers()
+        send, result, self.expected = self._buffers()
+        self._send, self._result = memory.put(send), memory.put(result)
+
+    @property
+    def result(self) -> Array:
+        """What the last call left, on the host."""
+        return self.memory.fetch(self._result)
 
     def invoke(self, comm: MPI.Intracomm, **keywords: Any) -> None:
         """Call the collective of ``comm``; ``keywords`` such as algorithm are ours."""
@@ -104,25 +108,26 @@ class Case:
         """Fill the result with what no call leaves; the root's data of a bcast stays."""
         if self.shape.collective == "bcast" and self._rank == self.shape.root:
             return
-        self.result.view(np.uint8)[...] = 0x5A
+        self.memory.poison(self._result)
 
     def wrong(self) -> str:
         """Return what is wrong with the result on this rank, or an empty string."""
         if self.expected is None:
             return ""
-        bad = np.flatnonzero(self.result != self.expected)
+        result = self.result
+        bad = np.flatnonzero(result != self.expected)
         if bad.size == 0:
             return ""
         at = int(bad[0])
         return (
-            f"rank {self._rank}: element {at} is {self.result[at]}, expected "
-            f"{self.expected[at]}; {bad.size} of {self.result.size} differ"
+            f"rank {self._rank}: element {at} is {result[at]}, expected "
+            f"{self.expected[at]}; {bad.size} of {result.size} differ"
         )
 
     @property
     def arguments(self) -> list[Any]:
         """The arguments of mpi4py's method."""
-        shape, send, result = self.shape, self._send, self.result
+        shape, send, result = self.shape, self._send, self._result
         root = self._rank == shape.root
         if shape.collective == "barrier":
             return []
@@ -143,7 +148,7 @@ class Case:
         receives = [shape.counts[self._rank]] * self._size
         return [self._blocks(send), [result, receives] if shape.uneven else result]
 
-    def _blocks(self, array: Array) -> Any:
+    def _blocks(self, array: Any) -> Any:
         return [array, list(self.shape.counts)] if self.shape.uneven else array
 
     def _buffers(self) -> tuple[Array, Array, Array | None]:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll.cli.memory import HOST, Memory
 from mpicoll.cli.mpi import MPI
 
 Times: TypeAlias = npt.NDArray[np.float64]
@@ -54,14 +55,19 @@ class Measured:
 
 
 def race(
-    world: MPI.Intracomm, contenders: Sequence[Contender], seconds: float, most: int
+    world: MPI.Intracomm,
+    contenders: Sequence[Contender],
+    seconds: float,
+    most: int,
+    memory: Memory = HOST,
 ) -> list[Measured]:
     """Time the contenders by turns for about ``seconds`` in all, at most ``most`` rounds.
 
-    The data of the first and of the last timed call of each contender are checked, and
-    their results poisoned before; that is not timed either.
+    ``memory``, where their buffers lie, says how. The data of the first and of the last timed
+    call of each contender are checked, and their results poisoned before; that is not timed
+    either.
     """
-    rounds = _warm_up(world, contenders, seconds, most)
+    rounds = _warm_up(world, contenders, seconds, most, memory)
     times = np.empty((len(contenders), rounds))
     faults = [""] * len(contenders)
     draw = np.random.default_rng(0)  # alike on all ranks
@@ -74,9 +80,7 @@ def race(
             if contender.prepare is not None:
                 contender.prepare()
             world.Barrier()
-            start = perf_counter()
-            contender.call()
-            times[at, number] = perf_counter() - start
+            times[at, number] = memory.timed(contender.call)
             if checked and not faults[at]:
                 faults[at] = contender.wrong()
     slowest = np.empty_like(times)
@@ -89,7 +93,11 @@ def race(
 
 
 def _warm_up(
-    world: MPI.Intracomm, contenders: Sequence[Contender], seconds: float, most: int
+    world: MPI.Intracomm,
+    contenders: Sequence[Contender],
+    seconds: float,
+    most: int,
+    memory: Memory,
 ) -> int:
     """Call everything a few times; return how many rounds fit, alike on all ranks."""
     lap = 0.0
@@ -99,7 +107,7 @@ def _warm_up(
         for contender in contenders:
             if contender.prepare is not None:
                 contender.prepare()
-            contender.call()
+            memory.timed(contender.call)
             world.Barrier()
         lap = perf_counter() - start
     rounds = int(min(most, max(min(FEWEST, most), seconds / max(lap, 1e-7))))

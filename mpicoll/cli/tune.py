@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,10 @@ from mpicoll.cli.common import (
     refuse,
     write_json,
 )
+from mpicoll.cli.memory import HOST, Memory
 from mpicoll.errors import SettingError
 from mpicoll.schedule.contracts import COLLECTIVES
-from mpicoll.selection.table import Entry, Table, dump, load, merged
+from mpicoll.selection.table import Crossover, Entry, Table, dump, load, merged
 
 if TYPE_CHECKING:
     from mpicoll.comm import Comm
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
     type=click.Choice(["host", "device"]),
     default="host",
     show_default=True,
-    help="The communicators that the table is for: their memory= hint.",
+    help="The communicators that the table is for: their memory= hint. With device it is measured "
+    "on CuPy's arrays, with the crossover to device pointers.",
 )
 @click.option(
     "--seconds",
@@ -99,6 +101,7 @@ def tune(
       mpiexec -n 8 mpicoll tune --ranks 2,4,8               for groups of 2, 4 and 8 ranks
       mpiexec -n 8 mpicoll tune -c allreduce,bcast --sizes 1K:64M --out my.json
       mpiexec -n 8 mpicoll tune --quick                     the rates of the cost model only
+      mpiexec -n 4 mpicoll tune --memory device             for arrays on a GPU
       MPICOLL_TUNING=tuning.json mpiexec -n 8 python train.py
 
     First the rates of the cost model are measured: what a step, a message, a byte takes. They
@@ -106,6 +109,9 @@ def tune(
     ranks; without a table they decide, and with one they fill its gaps. Then all algorithms of
     each collective and size take turns, and the table says which is fastest. At run time it
     decides for the collectives, ranks and sizes that it has; set MPICOLL_TUNING=FILE.
+
+    With --memory device, the rates are left alone, and the crossover is measured before: up to
+    how many bytes a call is faster through the host than by device pointers.
 
     \b
     size      bytes of the vector on one rank, or of all blocks together
@@ -118,41 +124,54 @@ def tune(
     from mpicoll.cli.facts import gather_facts, header
     from mpicoll.cli.world import open_world
 
-    if memory == "device":
-        refuse("--memory device: device arrays are refused so far, so there is nothing to time")
+    if memory == "device" and quick:
+        refuse("--quick measures the rates of the cost model, on host memory: leave out --memory")
     comm = open_world(json_file, None if quick else out)
     groups = _groups(ranks, comm.size)
+    place = _memory(comm, memory)
     screen = console(json_file)
     old = None if quick else _old(comm, out)
-    facts = gather_facts(comm)
-    for line in header(facts):
+    facts = gather_facts(comm) | {"memory": place.words}
+    for line in (*header(facts), *filter(None, [place.words])):
         screen.print(line)
     if comm.size == 1:
         screen.print("[dim]One rank sends nothing. More: mpiexec -n 8 mpicoll tune[/dim]")
     results: list[dict[str, Any]] = []
     entries: list[Entry] = []
     rates: list[dict[str, Any]] = []
+    crossovers: list[dict[str, Any]] = []
     for size in groups:
-        with _group(comm, size) as group:
+        with _group(comm, size) as group, ExitStack() as stack:
             if group is None:
                 continue
-            mine, told = _calibrate(screen, group)
+            mine, told = _calibrate(screen, group, place)
             rates.append(told)
+            if place.name == "device":
+                group, crossed = _cross(screen, group, place, seconds, stack)
+                crossovers.append(crossed)
             if not quick:
-                rows, found = _tune(screen, group, names, sizes, seconds, memory, mine)
+                rows, found = _tune(screen, group, names, sizes, seconds, place, mine)
                 results += rows
                 entries += found
     if not quick and comm.rank == 0:
-        new = merged(old, Table(tuple(entries), facts["mpi"], __version__))
+        made = Table(tuple(entries), facts["mpi"], __version__, _measured(crossovers))
+        new = merged(old, made)
         Path(out).write_text(dump(new), encoding="utf-8")
         tune_report.conclude(screen, results)
-        screen.print(f"{out}: {len(new.entries)} entries. To use it: MPICOLL_TUNING={out}")
+        screen.print(tune_report.written(out, new, memory))
     write_json(
         json_file,
         "tune",
-        {"environment": facts, "rates": rates, "out": None if quick else out, "results": results},
+        {
+            "environment": facts,
+            "rates": rates,
+            "out": None if quick else out,
+            "crossovers": crossovers,
+            "results": results,
+        },
     )
-    if comm.bcast(any(row["faults"] for row in results), root=0):
+    rows = [*results, *(row for crossed in crossovers for row in crossed["results"])]
+    if comm.bcast(any(row["faults"] for row in rows), root=0):
         raise click.exceptions.Exit(1)
 
 
@@ -208,25 +227,38 @@ def _group(comm: Comm, size: int) -> Iterator[Comm | None]:
         return
     group = comm.Split(int(comm.rank >= size))
     inside = comm.rank < size
-    try:
-        yield group if inside else None
-    finally:
-        done = native(comm).Ibarrier()
-        while not done.Test():
-            time.sleep(0.01 if not inside else 0)
-        group.Free()
+    yield group if inside else None
+    # Not after an error: the rank that has failed ends the job, and waits for nobody.
+    done = native(comm).Ibarrier()
+    while not done.Test():
+        time.sleep(0.01 if not inside else 0)
+    group.Free()
 
 
-def _calibrate(screen: Console, comm: Comm) -> tuple[Rates, dict[str, Any]]:
-    """Measure the rates, keep them and show them; return them, for --json too."""
+def _memory(comm: Comm, name: str) -> Memory:
+    """Return the memory to measure on; without a device it is a usage error."""
+    if name == "host":
+        return HOST
+    from mpicoll.cli.cuda import need
+    from mpicoll.cli.tune_crossover import DOUBLE
+
+    return need(comm, DOUBLE, "--memory device")
+
+
+def _calibrate(screen: Console, comm: Comm, memory: Memory) -> tuple[Rates, dict[str, Any]]:
+    """Measure the rates, keep them and show them; return them, for --json too.
+
+    They are those of host memory: for a device those that are kept are looked up.
+    """
     from mpicoll.cli.calibrate import fit, measure
     from mpicoll.cli.world import native
     from mpicoll.runtime.place import place
     from mpicoll.selection.calibration import lookup, store
 
     where = comm.bcast(place(native(comm)), root=0)
-    if comm.size == 1:
-        return lookup(where), _told(where, lookup(where), 1.0, "")
+    if comm.size == 1 or memory.name == "device":
+        rates = comm.bcast(lookup(where), root=0)
+        return rates, _told(where, rates, 1.0, "")
     samples = measure(comm, 0.1)
     rates, off = fit(samples, comm.size, where.load)
     file = ""
@@ -258,13 +290,35 @@ def _told(where: Place, rates: Rates, off: float, file: str) -> dict[str, Any]:
     }
 
 
+def _cross(
+    screen: Console, comm: Comm, memory: Memory, seconds: float, stack: ExitStack
+) -> tuple[Comm, dict[str, Any]]:
+    """Measure the crossover and show it; return a communicator that has it, and what to tell."""
+    from mpicoll.cli.tune_crossover import boundary, measure, with_crossover
+
+    told: dict[str, Any] = {"ranks": comm.size, "bytes": None, "results": []}
+    if comm.size > 1 and memory.addressed:
+        rows = told["results"] = measure(comm, memory, seconds)
+        if not any(row["faults"] for row in rows):
+            told["bytes"] = boundary(rows)
+    tune_report.show_crossover(screen, told)
+    return with_crossover(comm, told["bytes"], stack), told
+
+
+def _measured(crossovers: Sequence[dict[str, Any]]) -> tuple[Crossover, ...]:
+    """Return the crossovers that were found, for the table."""
+    return tuple(
+        Crossover(one["ranks"], one["bytes"]) for one in crossovers if one["bytes"] is not None
+    )
+
+
 def _tune(
     screen: Console,
     comm: Comm,
     names: Sequence[str],
     sizes: Sequence[int],
     seconds: float,
-    memory: str,
+    memory: Memory,
     rates: Rates,
 ) -> tuple[list[dict[str, Any]], list[Entry]]:
     """Measure all collectives and sizes on one group; show them; return rows and entries."""
@@ -280,9 +334,9 @@ def _tune(
             mine = []
             for shape in cases:
                 progress.update(task, description=f"{name}, {comm.size} ranks")
-                mine.append(measure(comm, shape, seconds, rates))
+                mine.append(measure(comm, shape, seconds, rates, memory))
                 progress.advance(task)
             tune_report.show(screen, mine)
             rows += mine
-            entries += entries_of(mine, memory)
+            entries += entries_of(mine, memory.name)
     return rows, entries

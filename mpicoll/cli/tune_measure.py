@@ -13,6 +13,7 @@ from mpicoll.algorithms import find, names, parse_name
 from mpicoll.cli import timing
 from mpicoll.cli.cases import Case, Shape, even
 from mpicoll.cli.common import human_bytes
+from mpicoll.cli.memory import HOST, Memory
 from mpicoll.cli.timing import Contender, Measured
 from mpicoll.cli.world import native
 from mpicoll.comm import Comm
@@ -59,7 +60,9 @@ def candidates(collective: str, size: int, nbytes: int, default: Candidate) -> l
     return list(dict.fromkeys(found))
 
 
-def measure(comm: Comm, shape: Shape, seconds: float, rates: Rates) -> dict[str, Any]:
+def measure(
+    comm: Comm, shape: Shape, seconds: float, rates: Rates, memory: Memory = HOST
+) -> dict[str, Any]:
     """Time all candidates by turns; return a row, equal on all ranks.
 
     After some rounds those that are much slower than the fastest are out.
@@ -67,14 +70,14 @@ def measure(comm: Comm, shape: Shape, seconds: float, rates: Rates) -> dict[str,
     choice = automatic(Wanted(shape.collective, comm.size, _bytes(shape)), None, rates)
     default = Candidate(choice.algorithm.name, choice.segment_bytes)
     running = candidates(shape.collective, comm.size, _bytes(shape), default)
-    case = Case(comm, shape)
+    case = Case(comm, shape, memory)
     contenders = {one.label: _contender(case, comm, one) for one in running}
-    heats = timing.race(native(comm), list(contenders.values()), 0.0, HEATS)
+    heats = timing.race(native(comm), list(contenders.values()), 0.0, HEATS, memory)
     limit = SLOW * min(_median(one) for one in heats)
     by_label = {one.name: one for one in heats}
     kept = [one for one in running if one == default or _median(by_label[one.label]) <= limit]
     finals = timing.race(
-        native(comm), [contenders[one.label] for one in kept], 0.8 * seconds, 1000
+        native(comm), [contenders[one.label] for one in kept], 0.8 * seconds, 1000, memory
     )
     by_label |= {one.name: one for one in finals}
     faults = {one.name: one.fault for one in (*heats, *finals) if one.fault}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import exp, log
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from mpicoll.cli.bench_report import MARKS
 from mpicoll.cli.common import human_bytes, human_seconds, three
 from mpicoll.selection.model import Rates
+from mpicoll.selection.table import Table as Tuned
 
 FAR = 1.3  #: times the best, from where on the default choice counts as far off
 
@@ -59,6 +61,56 @@ def show(screen: Console, rows: Sequence[dict[str, Any]]) -> None:
         for name, fault in row["faults"].items():
             screen.print(f"[bold red]WRONG {human_bytes(row['bytes'])} {name}:[/] {fault}")
     screen.print()
+
+
+def show_crossover(screen: Console, told: Mapping[str, Any]) -> None:
+    """Show how long both ways took by size, and the crossover, or why there is none."""
+    from mpicoll.runtime.staging import SMALL_BYTES
+
+    rows = told["results"]
+    screen.print(f"\n[bold]Crossover to device pointers[/bold], {told['ranks']} ranks")
+    by_hand = f"{human_bytes(SMALL_BYTES)}, as set by hand"
+    if told["ranks"] == 1:
+        screen.print("One rank sends nothing: there is none to tune.\n")
+        return
+    if not rows:
+        screen.print(
+            "This MPI takes no device pointers (MPICOLL_CUDA_AWARE=1 says that it does): there is "
+            f"nothing to tune. Calls go through the host up to {by_hand}; longer ones message by "
+            "message.\n"
+        )
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("size", "through the host", "by pointers"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("ratio", no_wrap=True)
+    for row in rows:
+        low, high = row["interval"]
+        table.add_row(
+            human_bytes(row["bytes"]),
+            human_seconds(row["staged_seconds"]),
+            human_seconds(row["pointers_seconds"]),
+            f"{MARKS[row['verdict']]} {three(row['ratio'])} ({three(low)}–{three(high)})",
+        )
+    screen.print(table)
+    for row in rows:
+        for name, fault in row["faults"].items():
+            screen.print(f"[bold red]WRONG {human_bytes(row['bytes'])} {name}:[/] {fault}")
+    if told["bytes"] is None:
+        screen.print(f"[bold red]Data were wrong:[/] it stays at {by_hand}.\n")
+        return
+    screen.print(
+        f"Calls of at most {human_bytes(told['bytes'])} on a rank go through the host, longer "
+        "ones by device pointers.\n"
+    )
+
+
+def written(out: str, table: Tuned, memory: str) -> str:
+    """Return what is said of a table that was written."""
+    crossed = len(table.crossovers)
+    more = f" and {crossed} crossover{'s' * (crossed != 1)}" if crossed else ""
+    hint = "; its entries are for communicators with memory='device'" * (memory == "device")
+    return f"{out}: {len(table.entries)} entries{more}. To use it: MPICOLL_TUNING={out}{hint}"
 
 
 def conclude(screen: Console, rows: Sequence[dict[str, Any]]) -> None:

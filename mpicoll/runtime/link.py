@@ -91,7 +91,7 @@ class Opened:
                 if buffer is not None:
                     self.held += buffer.own_datatypes()
         if staging.MET:
-            self.lane = staging.lane_of(buffers)
+            self.lane = staging.lane_of(buffers, self.link.settings, self.link.size)
 
     def folds(self, reduction: Reducer, compress: object) -> Reducer:
         """Return the reduction that works where the data is; call it after `hold`.
@@ -339,9 +339,7 @@ class Link:
         what = (plan.program, self.hidden, plan.tag, memory, plan.reduction, plan.alias)
         if lane is None or not device:
             return on_host(*what, record, self._traces)
-        direct = self.settings.cuda_aware
-        if direct is None:
-            direct = lane.backend.direct()
+        direct = staging.takes_pointers(lane.backend, self.settings)
         return (Direct if direct else Staged)(lane, *what, record, self._traces)
 
     def _rounds(self, plan: Plan, execution: Execution, record: Record) -> progress.Course:

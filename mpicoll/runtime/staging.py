@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpicoll.runtime.buffers import Buffer, Piece
     from mpicoll.runtime.executor import Bytes
     from mpicoll.runtime.operators import Reducer
+    from mpicoll.selection.settings import Settings
 
 Stream: TypeAlias = Any
 Event: TypeAlias = Any
@@ -32,7 +33,8 @@ Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Calls of at most so many bytes on this rank go through the host as a whole: two short
-#: copies cost less than a kernel and a synchronisation per step. Set by hand.
+#: copies cost less than a kernel and a synchronisation per step. Set by hand, for where the
+#: tuning table has no crossover, and for where device memory is staged message by message.
 SMALL_BYTES = 32 << 10
 
 #: Pinned memory kept for reuse; beyond it a copy waits for an earlier one to end.
@@ -519,8 +521,23 @@ class DeviceMemory:
         lane.keep(owner)
 
 
-def lane_of(buffers: Sequence[Buffer | None]) -> Lane | None:
-    """Return the lane of a call, None where none of its buffers is on a device.
+def takes_pointers(backend: Backend, settings: Settings) -> bool:
+    """Return whether MPI is handed device pointers: as it was set, else as it is found out."""
+    return backend.direct() if settings.cuda_aware is None else settings.cuda_aware
+
+
+def _short(nbytes: int, backend: Backend, settings: Settings, ranks: int) -> bool:
+    """Whether a call of so many bytes on this rank goes through the host as a whole."""
+    tuned = None if settings.tuning is None else settings.tuning.crossover(ranks)
+    by_hand = nbytes <= SMALL_BYTES
+    if tuned is None or (nbytes <= tuned) == by_hand:
+        return by_hand
+    # Asked only where it matters, since to find out may take a trial.
+    return nbytes <= tuned if takes_pointers(backend, settings) else by_hand
+
+
+def lane_of(buffers: Sequence[Buffer | None], settings: Settings, ranks: int) -> Lane | None:
+    """Return the lane of a call on ``ranks`` ranks, None where no buffer is on a device.
 
     A call goes through the host when it is short, and when its other buffer is there.
     """
@@ -539,5 +556,6 @@ def lane_of(buffers: Sequence[Buffer | None]) -> Lane | None:
     for memory in memories:
         memory.lane = lane
     on_host = any(one.device is None and one.nbytes for one in given)
-    lane.hosted = on_host or sum(one.nbytes for one in given) <= SMALL_BYTES
+    nbytes = sum(one.nbytes for one in given)
+    lane.hosted = on_host or _short(nbytes, lane.backend, settings, ranks)
     return lane

@@ -1,5 +1,7 @@
 """The tuning table: which algorithm was measured to be fastest, for which calls.
 
+It may also have, for device memory, up to how many bytes a call is faster through the host.
+
 A table is a JSON file of data. It is checked field by field when it is loaded and never
 executed. The checks are written by hand: the core has no library for JSON Schema, and a schema
 can not say that ranges do not overlap or that an algorithm exists.
@@ -9,19 +11,21 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from mpicoll.algorithms import parse_name
 from mpicoll.errors import AlgorithmError, SettingError
 from mpicoll.schedule.contracts import COLLECTIVES
 
 KIND = "mpicoll tuning table"
-FORM = 1  #: of the file; raised when a field changes its meaning
+FORMS = (1, 2)  #: of the file that are read; raised when a field changes its meaning
 MEMORIES = ("host", "device")  #: values of a communicator's memory hint
 LARGEST = 1 << 62  #: a "to" that stands for any size
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +59,25 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Crossover:
+    """How a rank's part of a call on ``ranks`` ranks travels, where the MPI takes device pointers.
+
+    Buffers of at most ``nbytes`` on that rank, those it sends and those it receives together,
+    go through the host, longer ones by pointers.
+    """
+
+    ranks: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A tuning table. Its hash is computed once, since it is part of every call's settings."""
 
     entries: tuple[Entry, ...]
     mpi: str = ""
     mpicoll: str = ""
+    crossovers: tuple[Crossover, ...] = ()
     _rows: Mapping[tuple[str, int, str], tuple[list[int], list[Entry]]] = field(
         init=False, repr=False, compare=False
     )
@@ -74,7 +91,7 @@ class Table:
             lows.append(entry.low)
             found.append(entry)
         object.__setattr__(self, "_rows", rows)
-        object.__setattr__(self, "_hash", hash((self.entries, self.mpi, self.mpicoll)))
+        object.__setattr__(self, "_hash", hash(self._parts))
 
     def __hash__(self) -> int:
         """Return the hash of the entries."""
@@ -82,7 +99,15 @@ class Table:
 
     def __reduce__(self) -> tuple[type[Table], tuple[Any, ...]]:
         """Leave the hash behind: that of a string differs between processes."""
-        return Table, (self.entries, self.mpi, self.mpicoll)
+        return Table, self._parts
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.entries, self.mpi, self.mpicoll, self.crossovers
+
+    def crossover(self, ranks: int) -> int | None:
+        """Return the bytes of the crossover on ``ranks`` ranks, None where none was measured."""
+        return next((one.nbytes for one in self.crossovers if one.ranks == ranks), None)
 
     def find(self, collective: str, ranks: int, memory: str, nbytes: int) -> Entry | None:
         """Return the entry for a call, if there is one."""
@@ -98,7 +123,7 @@ class Table:
 
 
 def dump(table: Table) -> str:
-    """Return the text of a table's file."""
+    """Return the text of a table's file: of form 1 unless it has crossovers."""
     entries = [
         {
             "collective": entry.collective,
@@ -113,20 +138,37 @@ def dump(table: Table) -> str:
         }
         for entry in table.entries
     ]
-    head = {"kind": KIND, "form": FORM, "mpicoll": table.mpicoll, "mpi": table.mpi}
-    rows = ",\n".join("  " + json.dumps(entry, ensure_ascii=False) for entry in entries)
-    body = f"[\n{rows}\n ]" if rows else "[]"
-    return f'{json.dumps(head, ensure_ascii=False)[:-1]},\n "entries": {body}}}\n'
+    crossovers = [
+        {"ranks": one.ranks, "memory": "device", "bytes": one.nbytes} for one in table.crossovers
+    ]
+    head = {
+        "kind": KIND,
+        "form": 2 if crossovers else 1,
+        "mpicoll": table.mpicoll,
+        "mpi": table.mpi,
+    }
+    lists = ({"crossovers": crossovers} if crossovers else {}) | {"entries": entries}
+    body = "".join(f',\n "{name}": {_rows(items)}' for name, items in lists.items())
+    return f"{json.dumps(head, ensure_ascii=False)[:-1]}{body}}}\n"
+
+
+def _rows(items: Sequence[dict[str, Any]]) -> str:
+    """Return a list with one item a line."""
+    rows = ",\n".join("  " + json.dumps(item, ensure_ascii=False) for item in items)
+    return f"[\n{rows}\n ]" if rows else "[]"
 
 
 def merged(old: Table | None, new: Table) -> Table:
-    """Return ``new`` with those entries of ``old`` that are for other calls."""
+    """Return ``new`` with what ``old`` has for other calls."""
     if old is None:
         return new
     keys = {entry.key for entry in new.entries}
     kept = tuple(entry for entry in old.entries if entry.key not in keys)
     order = sorted((*kept, *new.entries), key=lambda one: (*one.key, one.low))
-    return Table(tuple(order), new.mpi, new.mpicoll)
+    ranks = {one.ranks for one in new.crossovers}
+    others = (one for one in old.crossovers if one.ranks not in ranks)
+    crossovers = sorted((*others, *new.crossovers), key=lambda one: one.ranks)
+    return Table(tuple(order), new.mpi, new.mpicoll, tuple(crossovers))
 
 
 # -- reading ------------------------------------------------------------------------------
@@ -172,24 +214,37 @@ def _table(data: Any, mpi: str) -> Table:
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise _Fault(f'not a tuning table: the field "kind" is not {KIND!r}')
     form = data.get("form")
-    if type(form) is not int or form != FORM:
+    if type(form) is not int or form not in FORMS:
+        known = " and ".join(map(str, FORMS))
         raise _Fault(
-            f"form {form!r}, this mpicoll reads form {FORM}; make it anew with mpicoll tune"
+            f"form {form!r}, this mpicoll reads forms {known}; make it anew with mpicoll tune"
         )
-    _fields(data, ("kind", "form", "mpicoll", "mpi", "entries"), "the table")
+    lists = ("entries",) if form == 1 else ("entries", "crossovers")
+    _fields(data, ("kind", "form", "mpicoll", "mpi", *lists), "the table")
     theirs = _text(data["mpi"], "mpi")
     if mpi and _family(theirs) != _family(mpi):
         raise _Fault(f"measured with {theirs}, this is {mpi}; make one with mpicoll tune")
-    if not isinstance(data["entries"], list):
-        raise _Fault(f'"entries" is {_kind(data["entries"])}, expected a list')
-    entries = []
-    for number, item in enumerate(data["entries"]):
-        try:
-            entries.append(_entry(item))
-        except _Fault as fault:
-            raise _Fault(f"entry {number}: {fault}") from None
+    entries = _list(data, "entries", "entry", _entry)
     _apart(entries)
-    return Table(tuple(entries), theirs, _text(data["mpicoll"], "mpicoll"))
+    crossovers = _list(data, "crossovers", "crossover", _crossover) if form > 1 else []
+    for number, one in enumerate(crossovers):
+        if one.ranks in [other.ranks for other in crossovers[:number]]:
+            raise _Fault(f"crossover {number}: there is another one for {one.ranks} ranks")
+    mpicoll = _text(data["mpicoll"], "mpicoll")
+    return Table(tuple(entries), theirs, mpicoll, tuple(crossovers))
+
+
+def _list(data: dict[str, Any], name: str, each: str, read: Callable[[Any], _T]) -> list[_T]:
+    """Return the items of a list; what is wrong with one is said with its number."""
+    if not isinstance(data[name], list):
+        raise _Fault(f'"{name}" is {_kind(data[name])}, expected a list')
+    found = []
+    for number, item in enumerate(data[name]):
+        try:
+            found.append(read(item))
+        except _Fault as fault:
+            raise _Fault(f"{each} {number}: {fault}") from None
+    return found
 
 
 def _family(mpi: str) -> str:
@@ -215,6 +270,12 @@ def _entry(item: Any) -> Entry:
         high,
         ranked,
     )
+
+
+def _crossover(item: Any) -> Crossover:
+    _fields(item, ("ranks", "memory", "bytes"), "it")
+    _text(item["memory"], "memory", ("device",))
+    return Crossover(_whole(item["ranks"], "ranks", 1), _whole(item["bytes"], "bytes", 0))
 
 
 def _ranked(collective: str, item: Any) -> Ranked:

@@ -165,7 +165,7 @@ def test_wrong_data_are_named_and_left_out(
         (["--ranks", "2,x"], "--ranks 2,x: expected numbers such as 2,4,8"),
         (["--ranks", "0"], "--ranks 0: expected numbers from 1 to"),
         (["--ranks", "100000"], "expected numbers from 1 to"),
-        (["--memory", "device"], "device arrays are refused so far"),
+        (["--memory", "device", "--quick"], "--quick measures the rates of the cost model"),
         (["--sizes", "8:x"], "'x' is no size"),
         (["--out", "/no/such/folder/t.json"], "there is no folder /no/such/folder"),
         (["--json", "/no/such/folder/t.json"], "there is no folder /no/such/folder"),

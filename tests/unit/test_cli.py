@@ -56,7 +56,11 @@ def test_help_has_examples(command: tuple[str, ...], capsys: pytest.CaptureFixtu
         (["bench", "allreduce", "-a", "rings"], "no algorithm 'rings'"),
         (["bench", "allreduce", "--compare", "glow"], "expected some of native, gloo"),
         (["bench", "allreduce", "--compare", "none,gloo"], "expected some of native, gloo"),
-        (["bench", "allreduce", "--device", "cuda"], "device memory are not there yet"),
+        (
+            ["bench", "allreduce", "--device", "cuda", "--compare", "gloo"],
+            "Gloo takes host memory only; leave it out with --device cuda",
+        ),
+        (["bench", "--study", "--device", "cuda"], "leave out --device"),
         (["bench", "allreduce", "--study"], "leave out COLLECTIVE"),
         (["bench", "--study", "--sizes", "8", "--plot", "-"], "leave out --sizes, --plot"),
         (["bench", "--study", "--compare", "gloo"], "with native or none, not with gloo"),

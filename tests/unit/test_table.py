@@ -17,7 +17,7 @@ import pytest
 from mpicoll.errors import SettingError
 from mpicoll.selection.calibration import Place, cache_file, lookup, store
 from mpicoll.selection.model import CROWDED, DEFAULT, Rates
-from mpicoll.selection.table import LARGEST, Entry, Ranked, Table, dump, load, merged
+from mpicoll.selection.table import LARGEST, Crossover, Entry, Ranked, Table, dump, load, merged
 
 TABLE = Table(
     (
@@ -36,12 +36,14 @@ TABLE = Table(
     "0.1.0",
 )
 
+CROSSED = replace(TABLE, crossovers=(Crossover(2, 0), Crossover(8, 65536)))
+
 Change = Callable[[dict[str, Any]], object]
 
 
-def _text(change: Change) -> str:
-    """Return the file of TABLE with something changed."""
-    data = json.loads(dump(TABLE))
+def _text(change: Change, table: Table = TABLE) -> str:
+    """Return the file of a table with something changed."""
+    data = json.loads(dump(table))
     change(data)
     return json.dumps(data)
 
@@ -56,6 +58,7 @@ def _ranked(**fields: object) -> Change:
 
 def test_what_is_written_is_read() -> None:
     assert load(dump(TABLE), "t.json") == TABLE
+    assert load(dump(CROSSED), "t.json") == CROSSED != TABLE
     assert load(dump(Table(())), "t.json") == Table(())
     assert json.loads(dump(TABLE))["entries"][1]["to"] is None
 
@@ -83,7 +86,9 @@ def test_a_table_of_another_mpi_is_refused(mpi: str) -> None:
 WRONG: list[tuple[Change, str]] = [
     (lambda data: data.update(kind="other"), 'not a tuning table: the field "kind"'),
     (lambda data: data.pop("kind"), 'not a tuning table: the field "kind"'),
-    (lambda data: data.update(form=2), "form 2, this mpicoll reads form 1"),
+    (lambda data: data.update(form=3), "form 3, this mpicoll reads forms 1 and 2"),
+    (lambda data: data.update(form=2), 'the table has no field "crossovers"'),
+    (lambda data: data.update(crossovers=[]), 'the table has an unknown field "crossovers"'),
     (lambda data: data.update(form="1"), "form '1', this mpicoll reads"),
     (lambda data: data.update(form=True), "form True, this mpicoll reads"),
     (lambda data: data.pop("form"), "form None, this mpicoll reads"),
@@ -129,6 +134,72 @@ def test_what_is_wrong_is_named(change: Change, message: str) -> None:
     assert message in str(caught.value)
 
 
+# -- crossovers -----------------------------------------------------------------------------
+
+
+def _crossover(**fields: object) -> Change:
+    return lambda data: data["crossovers"][1].update(fields)
+
+
+def test_crossovers_raise_the_form_and_older_forms_are_read() -> None:
+    with_them, without = json.loads(dump(CROSSED)), json.loads(dump(TABLE))
+    assert with_them["form"] == 2
+    assert with_them["crossovers"] == [
+        {"ranks": 2, "memory": "device", "bytes": 0},
+        {"ranks": 8, "memory": "device", "bytes": 65536},
+    ]
+    assert without["form"] == 1  # what has no crossover can be read by whoever read it before
+    assert "crossovers" not in without
+    assert load(dump(TABLE), "t.json").crossovers == ()
+    assert load(_text(lambda data: data.update(crossovers=[]), CROSSED), "t.json") == TABLE
+
+
+def test_a_crossover_is_for_its_number_of_ranks() -> None:
+    assert [CROSSED.crossover(ranks) for ranks in (1, 2, 7, 8)] == [None, 0, None, 65536]
+    assert TABLE.crossover(8) is None
+
+
+def test_merged_keeps_crossovers_of_other_ranks() -> None:
+    new = Table((), "MPICH 5", "0.2", (Crossover(4, 10), Crossover(8, 20)))
+    both = (Crossover(2, 0), Crossover(4, 10), Crossover(8, 20))
+    assert merged(CROSSED, new).crossovers == both
+    assert merged(CROSSED, Table(())).crossovers == CROSSED.crossovers
+    assert merged(TABLE, new).crossovers == new.crossovers
+
+
+WRONG_CROSSOVERS: list[tuple[Change, str]] = [
+    (lambda data: data.update(crossovers={}), '"crossovers" is an object, expected a list'),
+    (lambda data: data["crossovers"].append(3), "crossover 2: it is a number, expected an object"),
+    (_crossover(ranks=0), 'crossover 1: "ranks" is 0, expected a whole number from 1 on'),
+    (_crossover(ranks=True), 'crossover 1: "ranks" is True, expected a whole number'),
+    (_crossover(ranks=2), "crossover 1: there is another one for 2 ranks"),
+    (_crossover(memory="host"), "crossover 1: \"memory\" is 'host'; known: device"),
+    (_crossover(bytes=-1), 'crossover 1: "bytes" is -1, expected a whole number from 0 on'),
+    (_crossover(bytes=1e3), 'crossover 1: "bytes" is 1000.0, expected a whole number'),
+    (_crossover(bytes=None), 'crossover 1: "bytes" is None, expected a whole number'),
+    (_crossover(way="staged"), 'crossover 1: it has an unknown field "way"; known: ranks, memory'),
+    (
+        lambda data: data["crossovers"][0].pop("memory"),
+        'crossover 0: it has no field "memory"',
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), WRONG_CROSSOVERS, ids=[message for _, message in WRONG_CROSSOVERS]
+)
+def test_what_is_wrong_with_a_crossover_is_named(change: Change, message: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        load(_text(change, CROSSED), "t.json")
+    assert str(caught.value).startswith("t.json: ")
+    assert message in str(caught.value)
+
+
+def test_crossovers_of_another_mpi_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"measured with MPICH 4\.2\.3, this is Open MPI"):
+        load(dump(CROSSED), "t.json", "Open MPI v5.0.8")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -155,7 +226,7 @@ def test_broken_files(text: str, message: str) -> None:
 
 
 def test_every_truncation_is_refused() -> None:
-    text = dump(TABLE)
+    text = dump(CROSSED)
     for stop in range(len(text.rstrip())):
         with pytest.raises(SettingError, match=r"^t\.json: "):
             load(text[:stop], "t.json")
@@ -186,12 +257,13 @@ def test_equal_tables_are_equal_settings_also_in_another_process() -> None:
     """The hash of a string differs between processes, so it may not be carried along."""
     other = copy.deepcopy(TABLE)
     assert (other, hash(other)) == (TABLE, hash(TABLE))
+    assert hash(CROSSED) != hash(TABLE)
     assert Table(TABLE.entries[:2], TABLE.mpi, TABLE.mpicoll) != TABLE
     program = f"""
 import pickle
 from mpicoll.selection.table import load
-carried = pickle.loads({pickle.dumps(TABLE)!r})
-made = load({dump(TABLE)!r}, "t.json")
+carried = pickle.loads({pickle.dumps(CROSSED)!r})
+made = load({dump(CROSSED)!r}, "t.json")
 print(carried == made, hash(carried) == hash(made))
 """
     done = subprocess.run(
