@@ -1,7 +1,7 @@
 """Buffer specifications, as mpi4py takes them, made into a `Buffer`.
 
 Memory comes as a NumPy array, by the buffer protocol, or, from libraries that have arrays
-of their own, by DLPack or ``__cuda_array_interface__``, on the host or on a device.
+of their own, by DLPack or their array interface, on the host or on a device.
 """
 
 from __future__ import annotations
