@@ -105,7 +105,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
         Under a time limit it runs as its non-blocking form, where the MPI has one.
         """
         link, name = self._link, native.__name__
-        link.stats.add((name, "native"))
+        link.stats.add_native(name)
         if link.watched:
             link.learn()
         begin = getattr(MPI.Topocomm, f"I{name[:1].lower()}{name[1:]}", None)

@@ -21,13 +21,15 @@ from mpicoll.errors import MpicollError
 from mpicoll.runtime import agreement, progress
 from mpicoll.runtime.executor import Execution
 from mpicoll.runtime.faults import CallError
-from mpicoll.runtime.link import Link, Opened, attach
+from mpicoll.runtime.link import Link, attach
+from mpicoll.runtime.opened import Opened
 from mpicoll.runtime.operators import operator_name
 from mpicoll.runtime.plan import Plan
 from mpicoll.runtime.requests import Prequest, Request, request_for
 from mpicoll.runtime.stats import Stats
+from mpicoll.runtime.tags import code_of
 from mpicoll.schedule.ir import Call
-from mpicoll.selection.choose import Choice, OrderWish, Wanted
+from mpicoll.selection.choose import OrderWish
 from mpicoll.selection.settings import limit
 
 Planning: TypeAlias = Plan | Generator[Execution, None, Plan]
@@ -104,12 +106,12 @@ def forms(
     def blocking(self: Base, *args: Any, **options: Any) -> None:
         link = self._link
         opened = link.open(collective)
-        time_limit, fault = self._limit(options)
+        time_limit, fault = _limit(link, options)
         if link.plain and time_limit is None and not progress.ACTIVE:
             # The usual case, without what the others need. It does what `_course` does.
             try:
                 planned = plan(self, opened, args, options, fault)
-                if isinstance(planned, Plan) and planned.lane is None:
+                if type(planned) is Plan and planned.lane is None:
                     link.run(planned, opened.record)
                     link.closed(opened.record, None)
                     return
@@ -127,13 +129,14 @@ def forms(
         progress.Operation(link, opened.record, course).wait(time_limit)
 
     def nonblocking(self: Base, *args: Any, **options: Any) -> Request:
-        opened = self._link.open(collective, "non-blocking")
-        time_limit, fault = self._limit(options)
-        given = _given(planner, args, options) if self._link.settings.check else {}
+        link = self._link
+        opened = link.open(collective, "non-blocking")
+        time_limit, fault = _limit(link, options)
+        given = _given(planner, args, options) if link.settings.check else {}
         course = self._course(
             lambda: plan(self, opened, args, options, fault), f"I{collective}", opened, given
         )
-        operation = progress.Operation(self._link, opened.record, course)
+        operation = progress.Operation(link, opened.record, course)
         request = request_for(operation, time_limit)
         progress.launch(operation)
         if operation.error is not None and not operation.begun:
@@ -144,9 +147,10 @@ def forms(
     def persistent(self: Base, *args: Any, **options: Any) -> Prequest:
         args = args[:-1] if args and isinstance(args[-1], MPI.Info) else args
         options.pop("info", None)
-        opened = self._link.open(collective, "persistent")
-        time_limit, fault = self._limit(options)
-        given = _given(planner, args, options) if self._link.settings.check else {}
+        link = self._link
+        opened = link.open(collective, "persistent")
+        time_limit, fault = _limit(link, options)
+        given = _given(planner, args, options) if link.settings.check else {}
         return self._prepare(
             lambda: plan(self, opened, args, options, fault),
             f"{name}_init",
@@ -228,6 +232,26 @@ def _given(planner: Callable[..., Any], args: Any, options: dict[str, Any]) -> d
     return given
 
 
+def _limit(link: Link, options: dict[str, Any]) -> tuple[float | None, Exception | None]:
+    """Take the time limit of a call out of its keywords; return what is wrong with it, too."""
+    usual = link.settings.timeout
+    if not options:
+        return usual, None
+    given = options.pop("timeout", None)
+    if given is None:
+        return usual, None
+    try:
+        return limit(given), None
+    except ValueError as error:
+        return usual, error
+
+
+def check_root(link: Link, root: int) -> None:
+    """Refuse a root that is no rank."""
+    if not 0 <= root < link.size:
+        raise CallError(MPI.ERR_ROOT, f"root {root!r}, expected a rank from 0 to {link.size - 1}")
+
+
 def in_place(buffer: object) -> bool:
     """Whether a buffer argument says in place; mpi4py takes None for that, too."""
     return buffer is None or buffer is MPI.IN_PLACE
@@ -259,17 +283,6 @@ class Base:
         comm = cast(MPI.Intracomm, self)
         return str(comm.Get_rank()) if comm != MPI.COMM_NULL else "?"
 
-    def _limit(self, options: dict[str, Any]) -> tuple[float | None, Exception | None]:
-        """Take the time limit of a call out of its keywords; return what is wrong with it, too."""
-        given = options.pop("timeout", None) if options else None
-        usual = self._link.settings.timeout
-        if given is None:
-            return usual, None
-        try:
-            return limit(given), None
-        except ValueError as error:
-            return usual, error
-
     def _course(
         self,
         make: Callable[[], Planning],
@@ -278,23 +291,15 @@ class Base:
         given: dict[str, str],
     ) -> progress.Course:
         """Yield all that a call has to run, from its planning to its end."""
+        link = opened.link
         try:
-            plan = yield from self._planned(make, opened, given)
-            yield from self._link.course(plan, opened.record)
+            plan = yield from _planned(link, make, opened, given)
+            yield from link.course(plan, opened.record)
         except Exception as error:
             raised = place(error, name, self._rank_for_errors())
             raise raised.with_traceback(error.__traceback__) from None
         finally:
             opened.release()
-
-    def _planned(
-        self, make: Callable[[], Planning], opened: Opened, given: dict[str, str]
-    ) -> Generator[Execution, None, Plan]:
-        """Yield what has to run before there is a plan, and return the plan."""
-        if self._link.settings.check:
-            return (yield from agreement.checked(self._link, opened, given, make))
-        planned = make()
-        return planned if isinstance(planned, Plan) else (yield from planned)
 
     def _prepare(
         self,
@@ -311,7 +316,7 @@ class Base:
 
         def planning() -> progress.Course:
             try:
-                plans.append((yield from self._planned(make, opened, given)))
+                plans.append((yield from _planned(link, make, opened, given)))
             except Exception as error:
                 link.tags.give_plan(tag)
                 opened.release()
@@ -341,29 +346,23 @@ class Base:
 
         return Prequest(start, free, time_limit)
 
-    def _root(self, root: int) -> None:
-        """Refuse a root that is no rank."""
-        size = self._link.size
-        if not 0 <= root < size:
-            raise CallError(MPI.ERR_ROOT, f"root {root!r}, expected a rank from 0 to {size - 1}")
-
-    def _choose(
-        self,
-        collective: str,
-        options: Options,
-        nbytes: int | None = None,
-        uniform: bool = True,
-    ) -> Choice:
-        wanted = Wanted(collective, self._link.size, nbytes, uniform=uniform)
-        return self._link.choose(wanted, options.get("algorithm"), options.get("segment"))
-
     def _agree(self, own: int, opened: Opened) -> Generator[Execution, None, tuple[int, ...]]:
         """Return the numbers that all ranks pass, in rank order."""
         link = self._link
         numbers = np.empty(link.size, np.int64)
         schedule = find("allgather", "bruck").build(Call(link.rank, link.size, (1,) * link.size))
         source = np.array([own], np.int64)
-        tag = opened.tag(opened.record.collective, "agree")
+        tag = opened.tag(code_of(opened.record.collective, "agree"))
         memory = (source.view(np.uint8), numbers.view(np.uint8))
         yield from link.exchange(schedule, tag, *memory, opened.record, "bruck")
         return tuple(numbers.tolist())
+
+
+def _planned(
+    link: Link, make: Callable[[], Planning], opened: Opened, given: dict[str, str]
+) -> Generator[Execution, None, Plan]:
+    """Yield what has to run before there is a plan, and return the plan."""
+    if link.settings.check:
+        return (yield from agreement.checked(link, opened, given, make))
+    planned = make()
+    return planned if isinstance(planned, Plan) else (yield from planned)

@@ -13,12 +13,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.algorithms.alltoall import transit_from, transit_schedule
-from mpicoll.collectives.base import Base, Options, Planning, forms, in_place
-from mpicoll.runtime.buffers import Buffer, Chore, check_aliasing
-from mpicoll.runtime.executor import Bytes, Execution
+from mpicoll.collectives.base import Base, Options, Planning, check_root, forms, in_place
+from mpicoll.collectives.sides import Sides, plain, plain_pair
+from mpicoll.runtime.buffers import Buffer, check_aliasing
+from mpicoll.runtime.executor import Execution
 from mpicoll.runtime.faults import CallError
-from mpicoll.runtime.link import Opened, programmed
-from mpicoll.runtime.plan import EMPTY, Plan
+from mpicoll.runtime.link import Link
+from mpicoll.runtime.opened import Opened
+from mpicoll.runtime.plan import EMPTY, Plan, recipe
 from mpicoll.runtime.specs import (
     parse_recv,
     parse_recv_v,
@@ -27,15 +29,14 @@ from mpicoll.runtime.specs import (
     parse_send_v,
     parse_send_w,
 )
-from mpicoll.schedule.contracts import ROOTED
-from mpicoll.schedule.ir import Call
+from mpicoll.runtime.tags import code_of
 from mpicoll.schedule.partition import offsets
-from mpicoll.selection.choose import Choice
+from mpicoll.selection.choose import Choice, Wanted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_ONE_BYTE = np.zeros(1, np.uint8)
+_ONE_BYTE = Sides(np.zeros(1, np.uint8), EMPTY)
 
 
 class Movement(Base):
@@ -45,10 +46,12 @@ class Movement(Base):
         self, opened: Opened, buf: Any, root: int = 0, **options: Unpack[Options]
     ) -> Planning:
         """Send the root's buffer to all ranks."""
-        self._root(root)
-        link = self._link
+        check_root(opened.link, root)
         load = finish = None
-        if link.rank == root:
+        found = plain(buf, written=True)
+        if found is not None:
+            data = found[1]
+        elif opened.link.rank == root:
             buffer = parse_send(buf)
             opened.hold(buffer)
             data, load = buffer.source()
@@ -58,9 +61,9 @@ class Movement(Base):
             buffer = parse_recv(buf)
             opened.hold(buffer)
             data, _, finish = buffer.target()
-        choice = self._choose("bcast", options, nbytes=data.size)
-        call = Call(link.rank, link.size, (data.size,), root, choice.segment_bytes)
-        return self._moved(opened, choice, call, EMPTY, data, chores=(load, finish))
+        choice = _choose(opened.link, "bcast", options, data.size)
+        sides = Sides(EMPTY, data, load, finish)
+        return _moved(opened, choice, (data.size,), root, sides)
 
     Bcast, Ibcast, Bcast_init = forms(_bcast)
 
@@ -73,17 +76,16 @@ class Movement(Base):
         **options: Unpack[Options],
     ) -> Planning:
         """Collect one block of each rank on the root, in rank order."""
-        self._root(root)
-        recv = parse_recv(recvbuf, blocks=self._link.size) if self._link.rank == root else None
-        source, target, chores, alias = self._gather_sides(opened, sendbuf, recv, root)
-        size = self._link.size
-        choice = self._choose("gather", options, nbytes=source.size * size)
-        counts = (source.size,) * size
+        check_root(opened.link, root)
+        recv = parse_recv(recvbuf, blocks=opened.link.size) if opened.link.rank == root else None
+        sides = self._gather_sides(opened, sendbuf, recv, root)
+        size = opened.link.size
+        choice = _choose(opened.link, "gather", options, nbytes=sides.source.size * size)
+        counts = (sides.source.size,) * size
         if recv is not None:
-            _own_fits(source.size, recv.block_bytes[root])
+            _own_fits(sides.source.size, recv.block_bytes[root])
             counts = recv.block_bytes
-        call = Call(self._link.rank, size, counts, root, choice.segment_bytes)
-        return self._moved(opened, choice, call, source, target, chores, alias)
+        return _moved(opened, choice, counts, root, sides)
 
     Gather, Igather, Gather_init = forms(_gather)
 
@@ -96,33 +98,29 @@ class Movement(Base):
         **options: Unpack[Options],
     ) -> Planning:
         """Collect blocks of any length on the root."""
-        self._root(root)
-        recv = parse_recv_v(recvbuf, self._link.size) if self._link.rank == root else None
-        source, target, chores, alias = self._gather_sides(opened, sendbuf, recv, root)
-        choice = self._choose("gather", options)
-        counts = yield from self._known_counts(opened, choice, source.size)
+        check_root(opened.link, root)
+        recv = parse_recv_v(recvbuf, opened.link.size) if opened.link.rank == root else None
+        sides = self._gather_sides(opened, sendbuf, recv, root)
+        choice = _choose(opened.link, "gather", options)
+        counts = yield from self._known_counts(opened, choice, sides.source.size)
         expected = None
         if recv is not None:
-            _own_fits(source.size, recv.block_bytes[root])
+            _own_fits(sides.source.size, recv.block_bytes[root])
             counts = expected = recv.block_bytes
-        call = Call(self._link.rank, self._link.size, counts, root, choice.segment_bytes)
-        plan = self._moved(opened, choice, call, source, target, chores, alias)
-        plan.counts = ()
-        plan.pairs = self._pairs(source.size, root, expected)
+        plan = _moved(opened, choice, counts, root, sides)
+        plan.pairs = self._pairs(sides.source.size, root, expected)
         return plan
 
     Gatherv, Igatherv, Gatherv_init = forms(_gatherv)
 
-    def _gather_sides(
-        self, opened: Opened, sendbuf: Any, recv: Buffer | None, root: int
-    ) -> tuple[Bytes, Bytes, tuple[Chore, ...], int | None]:
-        """Return source, target, chores and alias of a gather; only the root has a ``recv``."""
+    def _gather_sides(self, opened: Opened, sendbuf: Any, recv: Buffer | None, root: int) -> Sides:
+        """Return the sides of a gather; only the root has a ``recv``."""
         if recv is not None:
             return _block_sides(opened, sendbuf, recv, root)
         send = parse_send(sendbuf)
         opened.hold(send)
         source, load = send.source()
-        return source, EMPTY, (load, None), None
+        return Sides(source, EMPTY, load)
 
     def _scatter(
         self,
@@ -133,17 +131,16 @@ class Movement(Base):
         **options: Unpack[Options],
     ) -> Planning:
         """Hand each rank its block of the root's buffer."""
-        self._root(root)
-        send = parse_send(sendbuf, blocks=self._link.size) if self._link.rank == root else None
-        source, target, chores, alias = self._scatter_sides(opened, send, recvbuf, root)
-        size = self._link.size
-        choice = self._choose("scatter", options, nbytes=target.size * size)
-        counts = (target.size,) * size
+        check_root(opened.link, root)
+        send = parse_send(sendbuf, blocks=opened.link.size) if opened.link.rank == root else None
+        sides = self._scatter_sides(opened, send, recvbuf, root)
+        size = opened.link.size
+        choice = _choose(opened.link, "scatter", options, nbytes=sides.target.size * size)
+        counts = (sides.target.size,) * size
         if send is not None:
             counts = send.block_bytes
-            _own_fits(counts[root], target.size)
-        call = Call(self._link.rank, size, counts, root, choice.segment_bytes)
-        return self._moved(opened, choice, call, source, target, chores, alias)
+            _own_fits(counts[root], sides.target.size)
+        return _moved(opened, choice, counts, root, sides)
 
     Scatter, Iscatter, Scatter_init = forms(_scatter)
 
@@ -156,19 +153,17 @@ class Movement(Base):
         **options: Unpack[Options],
     ) -> Planning:
         """Hand each rank its block, of any length."""
-        self._root(root)
-        send = parse_send_v(sendbuf, self._link.size) if self._link.rank == root else None
-        source, target, chores, alias = self._scatter_sides(opened, send, recvbuf, root)
-        choice = self._choose("scatter", options)
-        counts = yield from self._known_counts(opened, choice, target.size)
+        check_root(opened.link, root)
+        send = parse_send_v(sendbuf, opened.link.size) if opened.link.rank == root else None
+        sides = self._scatter_sides(opened, send, recvbuf, root)
+        choice = _choose(opened.link, "scatter", options)
+        counts = yield from self._known_counts(opened, choice, sides.target.size)
         sent = None
         if send is not None:
             counts = sent = send.block_bytes
-            _own_fits(counts[root], target.size)
-        call = Call(self._link.rank, self._link.size, counts, root, choice.segment_bytes)
-        plan = self._moved(opened, choice, call, source, target, chores, alias)
-        plan.counts = ()
-        pairs = self._pairs(target.size, root, sent)
+            _own_fits(counts[root], sides.target.size)
+        plan = _moved(opened, choice, counts, root, sides)
+        pairs = self._pairs(sides.target.size, root, sent)
         plan.pairs = pairs and pairs[::-1]
         return plan
 
@@ -176,8 +171,8 @@ class Movement(Base):
 
     def _scatter_sides(
         self, opened: Opened, send: Buffer | None, recvbuf: Any, root: int
-    ) -> tuple[Bytes, Bytes, tuple[Chore, ...], int | None]:
-        """Return source, target, chores and alias of a scatter; only the root has a ``send``."""
+    ) -> Sides:
+        """Return the sides of a scatter; only the root has a ``send``."""
         recv = None if send is not None and in_place(recvbuf) else parse_recv(recvbuf)
         source, load = EMPTY, None
         stays = send is not None and (recv is None or check_aliasing(recv, send, root))
@@ -187,10 +182,10 @@ class Movement(Base):
         if send is not None and stays:
             # The root's own block stays where it is; nothing is written to the target.
             low = offsets(send.block_bytes)[root]
-            return source, source[low : low + send.block_bytes[root]], (load, None), -low
+            return Sides(source, source[low : low + send.block_bytes[root]], load, alias=-low)
         assert recv is not None
         target, _, finish = recv.target()
-        return source, target, (load, finish), None
+        return Sides(source, target, load, finish)
 
     def _known_counts(
         self, opened: Opened, choice: Choice, own: int
@@ -198,7 +193,7 @@ class Movement(Base):
         """Return what a schedule of a rooted v-collective must know of the counts."""
         if choice.algorithm.knows == "counts":
             return (yield from self._agree(own, opened))
-        link = self._link
+        link = opened.link
         return tuple([own if peer == link.rank else 0 for peer in range(link.size)])
 
     def _pairs(
@@ -215,7 +210,13 @@ class Movement(Base):
         self, opened: Opened, sendbuf: Any, recvbuf: Any, **options: Unpack[Options]
     ) -> Planning:
         """Collect one block of each rank on all ranks, in rank order."""
-        recv = parse_recv(recvbuf, blocks=self._link.size)
+        size, pair = opened.link.size, plain_pair(sendbuf, recvbuf)
+        if pair is not None:
+            _, source, target, same = pair
+            if not same and source.size * size == target.size:
+                choice = _choose(opened.link, "allgather", options, target.size)
+                return _moved(opened, choice, (source.size,) * size, 0, Sides(source, target))
+        recv = parse_recv(recvbuf, blocks=size)
         return self._gathered_by_all(opened, sendbuf, recv, options)
 
     Allgather, Iallgather, Allgather_init = forms(_allgather)
@@ -224,7 +225,7 @@ class Movement(Base):
         self, opened: Opened, sendbuf: Any, recvbuf: Any, **options: Unpack[Options]
     ) -> Planning:
         """Collect blocks of any length on all ranks."""
-        recv = parse_recv_v(recvbuf, self._link.size)
+        recv = parse_recv_v(recvbuf, opened.link.size)
         return self._gathered_by_all(opened, sendbuf, recv, options)
 
     Allgatherv, Iallgatherv, Allgatherv_init = forms(_allgatherv)
@@ -232,20 +233,19 @@ class Movement(Base):
     def _gathered_by_all(
         self, opened: Opened, sendbuf: Any, recv: Buffer, options: Options
     ) -> Plan:
-        link = self._link
-        source, target, chores, alias = _block_sides(opened, sendbuf, recv, link.rank)
+        link = opened.link
+        sides = _block_sides(opened, sendbuf, recv, link.rank)
         # All ranks pass equal receive counts, in both forms, by the standard.
-        choice = self._choose("allgather", options, nbytes=target.size)
-        _own_fits(source.size, recv.block_bytes[link.rank])
-        call = Call(link.rank, link.size, recv.block_bytes, 0, choice.segment_bytes)
-        return self._moved(opened, choice, call, source, target, chores, alias)
+        choice = _choose(link, "allgather", options, nbytes=sides.target.size)
+        _own_fits(sides.source.size, recv.block_bytes[link.rank])
+        return _moved(opened, choice, recv.block_bytes, 0, sides)
 
     def _alltoall(
         self, opened: Opened, sendbuf: Any, recvbuf: Any, **options: Unpack[Options]
     ) -> Planning:
         """Send block d of every rank to rank d, into the block of the sender."""
-        recv = parse_recv(recvbuf, blocks=self._link.size)
-        send = None if in_place(sendbuf) else parse_send(sendbuf, blocks=self._link.size)
+        recv = parse_recv(recvbuf, blocks=opened.link.size)
+        send = None if in_place(sendbuf) else parse_send(sendbuf, blocks=opened.link.size)
         return self._exchanged(opened, send, recv, options, uniform=True)
 
     Alltoall, Ialltoall, Alltoall_init = forms(_alltoall)
@@ -254,8 +254,8 @@ class Movement(Base):
         self, opened: Opened, sendbuf: Any, recvbuf: Any, **options: Unpack[Options]
     ) -> Planning:
         """Exchange blocks of any length."""
-        recv = parse_recv_v(recvbuf, self._link.size)
-        send = None if in_place(sendbuf) else parse_send_v(sendbuf, self._link.size)
+        recv = parse_recv_v(recvbuf, opened.link.size)
+        send = None if in_place(sendbuf) else parse_send_v(sendbuf, opened.link.size)
         return self._exchanged(opened, send, recv, options, uniform=False)
 
     Alltoallv, Ialltoallv, Alltoallv_init = forms(_alltoallv)
@@ -264,8 +264,8 @@ class Movement(Base):
         self, opened: Opened, sendbuf: Any, recvbuf: Any, **options: Unpack[Options]
     ) -> Planning:
         """Exchange blocks of any length and datatype."""
-        recv = parse_recv_w(recvbuf, self._link.size)
-        send = None if in_place(sendbuf) else parse_send_w(sendbuf, self._link.size)
+        recv = parse_recv_w(recvbuf, opened.link.size)
+        send = None if in_place(sendbuf) else parse_send_w(sendbuf, opened.link.size)
         return self._exchanged(opened, send, recv, options, uniform=False)
 
     Alltoallw, Ialltoallw, Alltoallw_init = forms(_alltoallw)
@@ -278,61 +278,54 @@ class Movement(Base):
         options: Options,
         uniform: bool,
     ) -> Planning:
-        link = self._link
+        link = opened.link
         if send is not None and check_aliasing(send, recv):
             send = None
         opened.hold(send, recv)
         source, load = recv.source(copied=True) if send is None else send.source()
         sends = recv.block_bytes if send is None else send.block_bytes
         nbytes = source.size if uniform else None
-        choice = self._choose("alltoall", options, nbytes, uniform)
+        choice = _choose(link, "alltoall", options, nbytes, uniform)
         _own_fits(sends[link.rank], recv.block_bytes[link.rank])
         target, _, finish = recv.target()
-        call = Call(link.rank, link.size, sends, 0, 0, recv.block_bytes, choice.radix)
+        sides = Sides(source, target, load, finish)
         if choice.algorithm.knows == "transit":
-            return self._exchanged_by_route(opened, choice, call, source, target, (load, finish))
-        plan = self._moved(opened, choice, call, source, target, (load, finish))
+            return self._exchanged_by_route(opened, choice, sends, sides, recv.block_bytes)
+        plan = _moved(opened, choice, sends, 0, sides, recv.block_bytes)
         if not uniform:
-            plan.counts, plan.pairs = (), (sends, recv.block_bytes)
+            plan.pairs = sends, recv.block_bytes
         return plan
 
     def _exchanged_by_route(
         self,
         opened: Opened,
         choice: Choice,
-        call: Call,
-        source: Bytes,
-        target: Bytes,
-        chores: tuple[Chore, ...],
+        sends: tuple[int, ...],
+        sides: Sides,
+        receives: tuple[int, ...],
     ) -> Generator[Execution, None, Plan]:
         """Send the sizes of the blocks along the route that the blocks will take."""
-        schedule = transit_schedule(call.rank, call.size)
+        link = opened.link
+        schedule = transit_schedule(link.rank, link.size)
         items = sum(recv.span.count for step in schedule.steps for recv in step.recvs)
         received = np.empty(items, np.int64)
-        sizes = np.array(call.counts, np.int64)
-        tag = opened.tag(opened.record.collective, "transit")
-        yield from self._link.exchange(
+        sizes = np.array(sends, np.int64)
+        yield from link.exchange(
             schedule,
-            tag,
+            opened.tag(code_of(opened.record.collective, "transit")),
             sizes.view(np.uint8),
             received.view(np.uint8),
             opened.record,
             "two_phase_bruck",
         )
-        transit = transit_from(call.size, received.tolist())
-        full = Call(
-            call.rank, call.size, call.counts, recv_counts=call.recv_counts, transit=transit
-        )
-        plan = self._moved(opened, choice, full, source, target, chores)
-        assert call.recv_counts is not None
-        plan.counts, plan.pairs = (), (call.counts, call.recv_counts)
+        transit = transit_from(link.size, received.tolist())
+        plan = _moved(opened, choice, sends, 0, sides, receives, transit)
+        plan.pairs = sends, receives
         return plan
 
     def _barrier(self, opened: Opened, **options: Unpack[Options]) -> Planning:
         """Wait until all ranks have entered."""
-        link = self._link
-        choice = self._choose("barrier", options)
-        return self._moved(opened, choice, Call(link.rank, link.size, (1,)), _ONE_BYTE)
+        return _moved(opened, _choose(opened.link, "barrier", options), (1,), 0, _ONE_BYTE)
 
     Barrier, Ibarrier, Barrier_init = forms(_barrier)
 
@@ -340,39 +333,61 @@ class Movement(Base):
         """Wait until all ranks have entered."""
         self.Barrier()
 
-    def _moved(
-        self,
-        opened: Opened,
-        choice: Choice,
-        call: Call,
-        source: Bytes,
-        target: Bytes = EMPTY,
-        chores: tuple[Chore, ...] = (None, None),
-        alias: int | None = None,
-    ) -> Plan:
-        """Return the plan of a call whose elements are bytes."""
-        algorithm = choice.algorithm
-        return Plan(
-            algorithm,
-            programmed(algorithm, call, 1),
-            opened.tag(algorithm.collective, algorithm.name, call.root, call.segment),
-            source,
-            target,
-            alias=alias,
-            loads=chores[:1],
-            finishes=chores[1:],
-            count=source.size or target.size,
-            counts=call.counts,
-            root=call.root if algorithm.collective in ROOTED else -1,
-            segment_bytes=call.segment,
-            lane=opened.lane,
-        )
+
+def _choose(
+    link: Link,
+    collective: str,
+    options: Options,
+    nbytes: int | None = None,
+    uniform: bool = True,
+) -> Choice:
+    wanted = Wanted(collective, link.size, nbytes, True, False, uniform)
+    if not options:
+        return link.choose(wanted)
+    return link.choose(wanted, options.get("algorithm"), options.get("segment"))
 
 
-def _block_sides(
-    opened: Opened, sendbuf: Any, recv: Buffer, block: int
-) -> tuple[Bytes, Bytes, tuple[Chore, ...], int | None]:
-    """Return source, target, chores and alias where the send side is one block.
+def _moved(
+    opened: Opened,
+    choice: Choice,
+    counts: tuple[int, ...],
+    root: int,
+    sides: Sides,
+    recv_counts: tuple[int, ...] = (),
+    transit: tuple[tuple[int, ...], ...] = (),
+) -> Plan:
+    """Return the plan of a call whose elements are bytes."""
+    link = opened.link
+    found = recipe(
+        choice.algorithm,
+        choice.segment_bytes,
+        link.rank,
+        link.size,
+        counts,
+        root,
+        1,
+        "",
+        recv_counts,
+        choice.radix,
+        transit,
+    )
+    source, target, load, finish, alias = sides
+    return Plan(
+        found,
+        opened.tag(found.code),
+        source,
+        target,
+        None,
+        alias,
+        (load,),
+        (finish,),
+        count=source.size or target.size,
+        lane=opened.lane,
+    )
+
+
+def _block_sides(opened: Opened, sendbuf: Any, recv: Buffer, block: int) -> Sides:
+    """Return the sides where the send side is one block.
 
     In place, or when the send buffer is that block of the receive buffer, the source is
     that block.
@@ -384,13 +399,13 @@ def _block_sides(
     target, _, finish = recv.target()
     if send is not None:
         source, load = send.source()
-        return source, target, (load, finish), None
+        return Sides(source, target, load, finish)
     low = offsets(recv.block_bytes)[block]
     nbytes = recv.block_bytes[block]
     if finish is None:
-        return target[low : low + nbytes], target, (None, None), low
+        return Sides(target[low : low + nbytes], target, alias=low)
     source, load = recv.source()
-    return source[low : low + nbytes], target, (load, finish), None
+    return Sides(source[low : low + nbytes], target, load, finish)
 
 
 def _own_fits(sent: int, received: int) -> None:

@@ -20,10 +20,12 @@ from mpicoll.algorithms import find
 from mpicoll.errors import MismatchError
 from mpicoll.runtime.executor import Execution
 from mpicoll.runtime.plan import Plan
+from mpicoll.runtime.tags import code_of
 from mpicoll.schedule.ir import Call, Schedule
 
 if TYPE_CHECKING:
-    from mpicoll.runtime.link import Link, Opened
+    from mpicoll.runtime.link import Link
+    from mpicoll.runtime.opened import Opened
 
 Claim: TypeAlias = dict[str, str]
 Words: TypeAlias = npt.NDArray[np.int64]
@@ -74,11 +76,12 @@ def checked(
 
 
 def _claim(plan: Plan) -> Claim:
-    counts = plan.counts
+    recipe = plan.recipe
+    counts = recipe.counts if plan.pairs is None else ()
     text = str(counts[0]) if len(set(counts)) == 1 else str(list(counts))
     return {
-        "algorithm": plan.algorithm.name,
-        "segment": str(plan.segment_bytes),
+        "algorithm": recipe.algorithm.name,
+        "segment": str(recipe.segment_bytes),
         "dtype": plan.dtype,
         "bytes" if plan.dtype == "" else "count": text if counts else "",
     }
@@ -159,7 +162,7 @@ def _run(
     link: Link, opened: Opened, stage: int, schedule: Schedule, source: Words, target: Words
 ) -> Generator[Execution, None, None]:
     # The tag must be the same whatever the ranks have called.
-    tag = link.tags.tag(opened.sequence, "check", stage)
+    tag = opened.tag(code_of("check", stage))
     memory = (source.reshape(-1).view(np.uint8), target.reshape(-1).view(np.uint8))
     yield from link.exchange(schedule, tag, *memory, opened.record, "check")
 

@@ -17,9 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from mpicoll.runtime import device_kernels, device_support, dlpack, staging
+from mpicoll.runtime.backend import NOWHERE, Backend, Kernel, Layout
 from mpicoll.runtime.datatypes import DType
 from mpicoll.runtime.executor import Bytes
-from mpicoll.runtime.staging import Backend, DeviceMemory, Kernel, Layout
+from mpicoll.runtime.staging import DeviceMemory
 
 if TYPE_CHECKING:
     from mpicoll.runtime.operators import Reducer
@@ -235,7 +236,7 @@ class CupyBackend:
                 self._layouts[key] = self._cupy.asarray(layout.positions)
                 self._cupy.cuda.get_current_stream().synchronize()
         positions = self._layouts[key]
-        source_text = device_kernels.move_source(staging.NOWHERE)
+        source_text = device_kernels.move_source(NOWHERE)
         sizes = (np.int64(layout.extent), np.uint64(each), np.uint64(count))
         pointers = (np.uint64(target), np.uint64(source), np.uint64(positions.data.ptr))
         self._launch(name, source_text, count * each, (*pointers, *sizes), stream)

@@ -274,7 +274,7 @@ def divide_source(dtype: DType) -> str:
 
 @cache
 def move_source(nowhere: int) -> str:
-    """Return the source of ``gather`` and ``scatter``, by bytes; see `staging.Layout`."""
+    """Return the source of ``gather`` and ``scatter``, by bytes; see `backend.Layout`."""
     return _joined([f"#define NOWHERE ({nowhere // 2})"], _GATHER)
 
 

@@ -13,18 +13,12 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from mpicoll.runtime.executor import (
-    Bytes,
-    Execution,
-    Message,
-    Program,
-    Reduction,
-    Work,
-    _over,
-)
+from mpicoll.runtime.backend import Event, Kernel
+from mpicoll.runtime.executor import Bytes, Execution, Message, Work, _over
 from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.plan import Plan
 from mpicoll.runtime.record import Record
-from mpicoll.runtime.staging import Event, Kernel, Lane, Region, Segment
+from mpicoll.runtime.staging import Lane, Region, Segment
 
 _NOTHING = MPI.buffer.fromaddress(0, 0)
 
@@ -99,38 +93,28 @@ class DeviceExecution(Execution):
 
     def __init__(
         self,
-        lane: Lane,
-        program: Program,
+        plan: Plan,
         comm: MPI.Intracomm,
-        tag: int,
-        memory: tuple[Bytes, Bytes, Bytes],
-        reduction: Reduction | None,
-        alias: int | None,
+        work: Bytes,
         record: Record,
         traced: bool = False,
     ) -> None:
-        """Bind a program to memory on the device of ``lane``."""
-        super().__init__(program, comm, tag, memory, reduction, alias, record, traced)
-        self._lane = lane
+        """Bind a plan whose buffers are on a device."""
+        super().__init__(plan, comm, work, record, traced)
+        assert plan.lane is not None
+        self._lane = plan.lane
 
     def run(self) -> None:
         """Run to the end, waiting inside MPI and for the device."""
-        for _ in range(len(self._program.stages) - self._number):
+        while self._number < len(self._stages):
             self._step(True)
 
     def advance(self) -> bool:
         """Go as far as it goes without waiting; return whether the end is reached."""
-        while self._number < len(self._program.stages):
+        while self._number < len(self._stages):
             if not self._step(False):
                 return False
         return True
-
-    def restart(self, record: Record) -> None:
-        """Go back to the first step."""
-        self._number = 0
-        self.failed = None
-        self._record = record
-        record.steps = len(self._program.stages)
 
     def free(self) -> None:
         """Give back what runs share; nothing."""
@@ -218,14 +202,15 @@ class Staged(DeviceExecution):
             self._post()
         if not self._depart(wait) or not self._arrive(wait) or not self._gone(wait):
             return False
-        for segment, _ in self._departing:
-            self._lane.pool.give(segment)
+        for segment, event in self._departing:
+            # After a failure nobody has waited for the copy into it.
+            self._lane.pool.give(segment, None if self.failed is None else event)
         self._settle()
         return True
 
     def _post(self) -> None:
         """Post the receives, queue the copies down and the local work."""
-        recvs, sends, local, self._record.waits = self._program.stages[self._number]
+        recvs, sends, local, self._record.waits = self._stages[self._number]
         self._record.step = self._number + 1
         if self._traced:
             self._posted = time.perf_counter()
@@ -258,7 +243,7 @@ class Staged(DeviceExecution):
 
     def _depart(self, wait: bool) -> bool:
         """Send what has been copied down; return whether all is sent."""
-        sends = self._program.stages[self._number].sends
+        sends = self._stages[self._number].sends
         assert self._requests is not None
         while self._sent < len(sends):
             peer, _, start, stop = sends[self._sent]
@@ -281,7 +266,7 @@ class Staged(DeviceExecution):
             if found is None:
                 return False
             self._open.remove(found)
-            _, buffer, start, stop = self._program.stages[self._number].recvs[found]
+            _, buffer, start, stop = self._stages[self._number].recvs[found]
             segment = self._landing[found]
             if self.failed is not None or self._statuses[found].count != stop - start:
                 self._lane.pool.give(segment)
@@ -318,7 +303,7 @@ class Staged(DeviceExecution):
             return found
 
     def _misfit(self, error: MPI.Exception, number: int) -> Exception:
-        peer, _, start, stop = self._program.stages[self._number].recvs[number]
+        peer, _, start, stop = self._stages[self._number].recvs[number]
         if error.Get_error_class() != MPI.ERR_TRUNCATE:
             return error
         return CallError(

@@ -2,7 +2,7 @@
 
 A schedule speaks of elements; `compiled` turns it once into byte ranges and cuts
 messages that an MPI with 32-bit counts could not carry. An `Execution` is one run of such
-a program on memory: in one go (`run`), or bit by bit (`advance`).
+a plan, which binds such a program to memory: in one go (`run`), or bit by bit (`advance`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from mpicoll.errors import PeerError, ShortMessageError
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.record import Record, StageTime
 from mpicoll.schedule.ir import INPUT, OUTPUT, WORK, Copy, Recv, Schedule, Send, Span
+
+if TYPE_CHECKING:
+    from mpicoll.runtime.plan import Plan
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -32,7 +35,9 @@ _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
 class Reduction(Protocol):
-    """What the executor needs of an operator bound to an item type."""
+    """What the executor needs of an operator bound to an item type: its name, and folds."""
+
+    operator: str
 
     def reduce(self, target: Bytes, operands: Sequence[Bytes]) -> None:
         """Fold ``operands`` from the left into ``target``."""
@@ -120,10 +125,9 @@ def compiled(schedule: Schedule, item_bytes: int, limit: int = MESSAGE_LIMIT) ->
 
 
 class Execution:
-    """One run of a program on input, output and work memory.
+    """One run of a plan, on its input and output and on work memory.
 
-    ``alias`` is set when input and output share memory: the byte of the output at which
-    the input begins. A copy onto itself is then skipped.
+    A copy of memory onto itself, where input and output are the same, is skipped.
 
     A failure does not end the run, since the other ranks wait for its messages: it is kept
     in ``failed``, the rest of the schedule is gone through with empty messages and
@@ -139,10 +143,10 @@ class Execution:
         "_memory",
         "_number",
         "_posted",
-        "_program",
         "_record",
         "_reduction",
         "_requests",
+        "_stages",
         "_statuses",
         "_tag",
         "_times",
@@ -153,44 +157,44 @@ class Execution:
 
     def __init__(
         self,
-        program: Program,
+        plan: Plan,
         comm: MPI.Intracomm,
-        tag: int,
-        memory: tuple[Bytes, Bytes, Bytes],
-        reduction: Reduction | None,
-        alias: int | None,
+        work: Bytes,
         record: Record,
         traced: bool = False,
     ) -> None:
-        """Bind a program to memory; nothing is sent yet."""
-        self._program = program
+        """Bind a plan to a communicator and to scratch; nothing is sent yet."""
+        self._stages = plan.recipe.program.stages
+        self._tag = plan.tag
+        self._memory = (plan.source, plan.target, work)
+        self._reduction = plan.reduction
+        self._alias = plan.alias
         self._comm = comm
-        self._tag = tag
-        self._memory = memory
-        self._reduction = reduction
-        self._alias = alias
-        self._record = record
         self._traced = traced
-        self._number = 0
-        self._ended = False
         self._requests: list[MPI.Request] | None = None  # of the posted step, None before
-        self._statuses: list[MPI.Status] = []
-        self._posted = self._worked = 0.0
-        self._times: list[StageTime] = []
+        self._ended = False
+        self.begin(record)
+
+    def begin(self, record: Record) -> None:
+        """Stand before the first step of a run."""
+        self._number = 0
+        self._record = record
         self.failed: BaseException | None = None
-        record.step, record.steps = 0, len(program.stages)
+        record.step, record.steps = 0, len(self._stages)
 
     def run(self) -> None:
         """Run to the end, waiting inside MPI.
 
         An interrupt leaves it where it is; it can be run on.
         """
-        for _ in range(len(self._program.stages) - self._number):
+        stages = self._stages
+        while self._number < len(stages):
             if self._requests is None:
                 self._post()
             if self._requests and not self._ended:
                 try:
                     MPI.Request.Waitall(self._requests, self._statuses)
+                    self._ended = True
                 except KeyboardInterrupt:
                     self._ended = self._seems_complete()
                     raise
@@ -203,7 +207,7 @@ class Execution:
 
     def advance(self) -> bool:
         """Go as far as it goes without waiting; return whether the end is reached."""
-        stages = len(self._program.stages)
+        stages = len(self._stages)
         while self._number < stages:
             if self._requests is None:
                 self._post()
@@ -219,7 +223,8 @@ class Execution:
             return True
         if self.failed is None:
             try:
-                return MPI.Request.Testall(self._requests, self._statuses)
+                self._ended = MPI.Request.Testall(self._requests, self._statuses)
+                return self._ended
             except KeyboardInterrupt:
                 self._ended = self._seems_complete()
                 raise
@@ -233,7 +238,7 @@ class Execution:
 
         Asking again would lose what it has written about the messages received.
         """
-        if self._program.stages[self._number].recvs:
+        if self._stages[self._number].recvs:
             return self._statuses[0].source >= 0
         return not any(self._requests or ())
 
@@ -246,7 +251,7 @@ class Execution:
         """Return the peers whose messages of this step have not all come or gone."""
         if not self._requests:
             return ()
-        recvs, sends, _, _ = self._program.stages[self._number]
+        recvs, sends, _, _ = self._stages[self._number]
         peers = [message.peer for message in (*recvs, *sends)]
         open_ = [
             peer
@@ -257,21 +262,23 @@ class Execution:
 
     def _post(self) -> None:
         """Post the messages of the next step, and do the local work that goes with it."""
-        recvs, sends, local, self._record.waits = self._program.stages[self._number]
+        recvs, sends, local, waits = self._stages[self._number]
+        self._record.waits = waits
         self._record.step = self._number + 1
         if self._traced:
             self._posted = time.perf_counter()
+        self._statuses = [MPI.Status() for _ in recvs] if recvs else []  # MPI adds the others
         requests: list[MPI.Request] = []
         try:
-            self._send_and_receive(recvs, sends, requests)
+            # First in here, so that an interrupt leaves the step unposted or is caught.
             self._requests = requests
+            if recvs or sends:
+                self._send_and_receive(recvs, sends, requests)
             if local and self.failed is None:
                 self._work(local)
         except BaseException as error:
             self.failed = self.failed or error
-            self._requests = requests
             self._send_and_receive(recvs, sends, requests)  # what is not posted yet
-        self._statuses = [MPI.Status() for _ in requests]
         if self._traced:
             self._worked = time.perf_counter()
 
@@ -280,20 +287,19 @@ class Execution:
     ) -> None:
         """Post what is not among ``requests`` yet; empty messages after a failure."""
         comm, memory, tag, byte = self._comm, self._memory, self._tag, MPI.BYTE
-        known = len(requests)
-        irecv = comm.Irecv
-        for peer, buffer, start, stop in recvs[known:] if known else recvs:
-            requests.append(irecv((memory[buffer][start:stop], stop - start, byte), peer, tag))
-        isend = comm.Isend
-        known = max(0, known - len(recvs))
-        for peer, buffer, start, stop in sends[known:] if known else sends:
+        if requests:
+            recvs, sends = recvs[len(requests) :], sends[max(0, len(requests) - len(recvs)) :]
+        for peer, buffer, start, stop in recvs:
+            given = (memory[buffer][start:stop], stop - start, byte)
+            requests.append(comm.Irecv(given, peer, tag))
+        for peer, buffer, start, stop in sends:
+            given = (memory[buffer][start:stop], stop - start, byte)
             if self.failed is not None:
-                requests.append(isend((_NO_BYTES, 0, byte), peer, tag))
-                continue
-            requests.append(isend((memory[buffer][start:stop], stop - start, byte), peer, tag))
+                given = (_NO_BYTES, 0, byte)
+            requests.append(comm.Isend(given, peer, tag))
 
     def _work(self, local: Sequence[Work]) -> None:
-        memory = self._memory
+        memory, alias = self._memory, self._alias
         for (buffer, start, stop), sources in local:
             if len(sources) > 1:
                 assert self._reduction is not None
@@ -303,17 +309,19 @@ class Execution:
                 )
                 continue
             one, low, high = sources[0]
-            onto_itself = one == 0 and buffer == 1 and self._alias is not None
-            if not (onto_itself and low + (self._alias or 0) == start):
+            onto_itself = alias is not None and (buffer, one, start) == (1, 0, low + alias)
+            if not onto_itself:
                 memory[buffer][start:stop] = memory[one][low:high]
 
     def _settle(self) -> None:
         """End a step whose messages are complete: hold the received ones to their length."""
-        recvs, sends, _, _ = self._program.stages[self._number]
+        recvs, sends, _, _ = self._stages[self._number]
         if recvs and self.failed is None:
-            for status, (peer, _, start, stop) in zip(self._statuses, recvs, strict=False):
-                if status.count != stop - start:
-                    self.failed = self._wrong(peer, status.count, stop - start)
+            statuses = self._statuses
+            for number, (peer, _, start, stop) in enumerate(recvs):
+                count = statuses[number].count
+                if count != stop - start:
+                    self.failed = self._wrong(peer, count, stop - start)
                     break
         if self._traced:
             self._trace(recvs, sends)
@@ -322,7 +330,7 @@ class Execution:
         self._ended = False
 
     def _where(self) -> str:
-        return f"step {self._number + 1} of {len(self._program.stages)}"
+        return f"step {self._number + 1} of {len(self._stages)}"
 
     def _wrong(self, peer: int, count: int, expected: int) -> Exception:
         if count == 0:
@@ -348,7 +356,7 @@ class Execution:
         """Return the error of the first message that failed, where the MPI tells them apart."""
         if error.Get_error_class() != MPI.ERR_IN_STATUS:
             return error
-        recvs = self._program.stages[self._number].recvs
+        recvs = self._stages[self._number].recvs
         for status, (peer, _, start, stop) in zip(self._statuses, recvs, strict=False):
             failed = MPI.Get_error_class(status.error)
             if failed not in (MPI.SUCCESS, MPI.ERR_PENDING):
@@ -362,7 +370,7 @@ class Execution:
 
     def _trace(self, recvs: Sequence[Message], sends: Sequence[Message]) -> None:
         if not self._record.stages:
-            self._times = []
+            self._times: list[StageTime] = []
             self._record.stages = self._times
         self._times.append(
             StageTime(
@@ -376,77 +384,6 @@ class Execution:
                 sum(message.stop - message.start for message in sends),
             )
         )
-
-
-class PersistentExecution(Execution):
-    """An execution that can run again: slices and MPI requests are made once.
-
-    `restart` before each run but the first; `free` at the end.
-    """
-
-    __slots__ = ("_prepared",)
-
-    def __init__(
-        self,
-        program: Program,
-        comm: MPI.Intracomm,
-        tag: int,
-        memory: tuple[Bytes, Bytes, Bytes],
-        reduction: Reduction | None,
-        alias: int | None,
-        record: Record,
-        traced: bool = False,
-    ) -> None:
-        """Bind a program to memory, and set its MPI requests up."""
-        super().__init__(program, comm, tag, memory, reduction, alias, record, traced)
-        byte = MPI.BYTE
-        self._prepared = [
-            [
-                comm.Recv_init((memory[buffer][start:stop], stop - start, byte), peer, tag)
-                for peer, buffer, start, stop in recvs
-            ]
-            + [
-                comm.Send_init((memory[buffer][start:stop], stop - start, byte), peer, tag)
-                for peer, buffer, start, stop in sends
-            ]
-            for recvs, sends, _, _ in program.stages
-        ]
-
-    def restart(self, record: Record) -> None:
-        """Go back to the first step."""
-        self._number = 0
-        self.failed = None
-        self._record = record
-        record.steps = len(self._program.stages)
-
-    def _send_and_receive(
-        self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Request]
-    ) -> None:
-        if requests or self.failed is not None:
-            super()._send_and_receive(recvs, sends, requests)
-            return
-        prepared = self._prepared[self._number]
-        if prepared:
-            MPI.Prequest.Startall(prepared)
-            requests.extend(prepared)
-
-    def pending(self) -> tuple[int, ...]:
-        """Return the peers of this step.
-
-        Which of them it still waits for is not asked: MPICH ends a persistent request that is
-        asked for its status.
-        """
-        if not self._requests:
-            return ()
-        recvs, sends, _, _ = self._program.stages[self._number]
-        return tuple(sorted({message.peer for message in (*recvs, *sends)}))
-
-    def free(self) -> None:
-        """Give the MPI requests back; none may be under way."""
-        for requests in self._prepared:
-            for request in requests:
-                request.Free()
-        self._prepared = []
 
 
 class Native(Execution):

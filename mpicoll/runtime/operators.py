@@ -94,10 +94,10 @@ class _Local:
 
     def pair(self, target: Bytes, left: Bytes, right: Bytes) -> None:
         """Set ``target``, which may be one of the two, to ``left op right``."""
-        address = MPI.Get_address
-        at = address(cast(Any, target))
-        if at != address(cast(Any, right)):
-            if at != address(cast(Any, left)):
+        address: Callable[[Any], int] = MPI.Get_address
+        at = address(target)
+        if at != address(right):
+            if at != address(left):
                 target[:] = right
             elif self._swaps:
                 left = right

@@ -93,12 +93,14 @@ class Operation:
 
     def _next(self) -> None:
         try:
-            self._execution = next(self._course)
-            self.begun = True
-        except StopIteration:
-            self._end(None)
+            self._execution = next(self._course, None)
         except BaseException as error:
             self._end(error)
+            return
+        if self._execution is None:
+            self._end(None)
+        else:
+            self.begun = True
 
     def _end(self, error: BaseException | None) -> None:
         self._execution = None
@@ -121,8 +123,8 @@ class Operation:
         if not self.done:
             start = time.perf_counter()
             self.hold_to(limit)
-            others = any(one is not self for one in ACTIVE)
-            if self.deadline is None and not (others or self.link.watched or self.link.threaded):
+            others = self.link.watched or self.link.threaded or ACTIVE not in ([], [self])
+            if self.deadline is None and not others:
                 discard(self)
                 self.finish()
             else:

@@ -70,4 +70,5 @@ class Record:
         self.sequence = sequence
         self.collective = collective
         self.form = form
-        self.__dict__.update(others)
+        if others:
+            self.__dict__.update(others)

@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.runtime.datatypes import DType, Item
+from mpicoll.runtime.backend import Backend, Event, Kernel, Stream, layout_of
+from mpicoll.runtime.datatypes import DType
 
 if TYPE_CHECKING:
     from mpicoll.runtime.buffers import Buffer, Piece
     from mpicoll.runtime.executor import Bytes
-    from mpicoll.runtime.operators import Reducer
     from mpicoll.selection.settings import Settings
 
-Stream: TypeAlias = Any
-Event: TypeAlias = Any
-Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Calls of at most so many bytes on this rank go through the host as a whole: two short
@@ -56,109 +54,12 @@ def synchronises(method: _F) -> _F:
     return method
 
 
-class Kernel(NamedTuple):
-    """What a fold computes: the operator by name, and the type of the items.
-
-    ``mean_of`` operands are divided by their number before they are rounded, ``host`` is
-    the same fold on host memory.
-    """
-
-    operator: str
-    dtype: DType
-    mean_of: int
-    host: Reducer
-
-
-class Backend(Protocol):
-    """What a device library has to offer. All but `over` and `pinned` return at once.
-
-    Addresses are those of device memory or of pinned memory.
-    """
-
-    def current(self, owner: object, device: int) -> Stream:
-        """Return the stream on which this thread's work on ``owner`` is queued now."""
-
-    def streams(self, device: int) -> tuple[Stream, Stream]:
-        """Return two streams that wait for no other."""
-
-    def allocate(self, nbytes: int, stream: Stream) -> tuple[int, object]:
-        """Return the address of device memory for work on ``stream``, and its owner."""
-
-    def pinned(self, nbytes: int) -> Bytes:
-        """Return host memory that the device copies from and to by itself."""
-
-    def record(self, stream: Stream) -> Event:
-        """Return an event that is over when all work queued so far is done."""
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Let what is queued from now on wait for an event."""
-
-    def over(self, event: Event, wait: bool) -> bool:
-        """Return whether an event is over; ``wait`` for it if asked to."""
-
-    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Queue a copy."""
-
-    def gather(self, target: int, source: int, layout: Layout, count: int, stream: Stream) -> None:
-        """Queue a copy of the bytes of ``count`` items to dense memory."""
-
-    def scatter(
-        self, target: int, source: int, layout: Layout, count: int, stream: Stream
-    ) -> None:
-        """Queue a copy of dense bytes to their places in ``count`` items."""
-
-    def kernel(self, reduction: Reducer) -> Kernel | None:
-        """Return the kernel of an operator, None where there is none."""
-
-    def fold(
-        self, kernel: Kernel, target: int, operands: Sequence[int], nbytes: int, stream: Stream
-    ) -> None:
-        """Queue the fold of ``nbytes`` from the left; ``target`` may be one of the operands."""
-
-    def divide(self, kernel: Kernel, target: int, nbytes: int, size: int, stream: Stream) -> None:
-        """Queue the division of a result by a number of ranks."""
-
-    def direct(self) -> bool:
-        """Return whether the MPI takes device pointers, and surely so."""
-
-
-class Layout(NamedTuple):
-    """Where the bytes of one item lie: ``positions`` from its address, -1 - 2**62 for none."""
-
-    positions: Positions
-    extent: int
-
-
-#: Of a byte that belongs to the signature and that the MPI does not move.
-NOWHERE = -1 - (1 << 62)
-
-
-def layout_of(item: Item) -> Layout:
-    """Return where the bytes of an item lie, in the order of its signature.
-
-    Asked of the MPI: it packs pictures of an item whose bytes are digits of their place.
-    """
-    from mpicoll.runtime.buffers import Memory, Piece
-
-    low = min(0, item.true_lb)
-    reach = max(item.true_ub, item.extent, 1) - low
-    numbers = np.arange(1, reach + 1, dtype=np.int64)
-    found = np.zeros(item.nbytes, np.int64)
-    for digit in range(0, int(reach).bit_length(), 8):
-        picture = (numbers >> digit & 255).astype(np.uint8)
-        packed = np.zeros(item.nbytes, np.uint8)
-        address = MPI.Get_address(cast(Any, picture)) - low
-        Memory(address, None, True, picture).pack(Piece(0, 1, item), packed)
-        found += packed.astype(np.int64) << digit
-    return Layout(np.where(found > 0, found - 1 + low, NOWHERE), item.extent)
-
-
 # -- pinned memory --------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Segment:
-    """Pinned memory; ``event`` is the copy that reads it still, None if there is none."""
+    """Pinned memory; ``event`` is the copy that uses it still, None if there is none."""
 
     memory: Bytes
     event: Event | None = None
@@ -181,12 +82,20 @@ class Pool:
             full = self.held + size > PINNED_BYTES
             for _ in range(len(free)):
                 segment = free.popleft()
-                if self.reusable(segment, wait=full):
+                try:
+                    usable = self.reusable(segment, wait=full)
+                except Exception:
+                    self.held -= size  # nobody knows any more what the device does with it
+                    continue
+                if usable:
                     segment.event = None
                     return segment
                 free.append(segment)
             self.held += size
-        return Segment(self.backend.pinned(size))
+        try:
+            return Segment(self.backend.pinned(size))
+        except Exception:
+            return Segment(np.empty(size, np.uint8))  # slower, but the messages have to go on
 
     def give(self, segment: Segment, event: Event | None = None) -> None:
         """Take a segment back, which ``event`` may still have to do with."""
@@ -199,7 +108,7 @@ class Pool:
 
     @synchronises
     def reusable(self, segment: Segment, wait: bool) -> bool:
-        """Return whether the copy up out of a segment is over."""
+        """Return whether the copy out of a segment or into it is over."""
         return segment.event is None or self.backend.over(segment.event, wait)
 
 
@@ -331,17 +240,28 @@ class Lane:
 
     def down(self, segment: Segment, source: Region) -> Event:
         """Queue a copy to the host, and return its event."""
-        self.copy(place(segment.memory), source.address, source.size)
-        return self.backend.record(self.main)
+        with self._until_close(segment):
+            self.copy(place(segment.memory), source.address, source.size)
+            return self.backend.record(self.main)
 
     def up(self, target: Region, segment: Segment) -> None:
         """Queue the copy of what has arrived, and give the segment back after it."""
-        stream = self._both()[1]
-        self.up_after_main(stream)
-        self.backend.copy(target.address, place(segment.memory), target.size, stream)
-        event = self.backend.record(stream)
+        with self._until_close(segment):
+            stream = self._both()[1]
+            self.up_after_main(stream)
+            self.backend.copy(target.address, place(segment.memory), target.size, stream)
+            event = self.backend.record(stream)
         self._arrivals.append((target.address, target.address + target.size, event))
         self.pool.give(segment, event)
+
+    @contextmanager
+    def _until_close(self, segment: Segment) -> Iterator[None]:
+        """Keep a segment until the end of the call, if its copy can not be queued as a whole."""
+        try:
+            yield
+        except BaseException:
+            self._segments.append(segment)
+            raise
 
     def _has_work(self) -> None:
         self._queued, self._mark = True, None
@@ -418,12 +338,14 @@ class Lane:
 
     def close(self) -> None:
         """Give back what the call had; what it has queued is done first."""
-        if self._streams is not None:
-            Lane.left(self, wait=True)
-            _give_streams(self.backend, self.device, self._streams)
+        try:
+            if self._streams is not None:
+                Lane.left(self, wait=True)
+                _give_streams(self.backend, self.device, self._streams)
+        finally:
             self._streams = None
-        while self._segments:
-            self.pool.give(self._segments.pop())
+            while self._segments:
+                self.pool.give(self._segments.pop())
 
 
 _STREAMS: dict[tuple[int, int], list[tuple[Stream, Stream]]] = {}

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpicoll.runtime.plan import Recipe
 
 
 @dataclass(slots=True)
@@ -45,25 +49,22 @@ class Stats:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def add(
-        self,
-        key: tuple[str, str],
-        *,
-        messages_sent: int = 0,
-        messages_received: int = 0,
-        bytes_sent: int = 0,
-        bytes_received: int = 0,
-        calls: int = 1,
-    ) -> None:
-        """Count ``calls`` calls and their traffic."""
+    def add(self, recipe: Recipe) -> None:
+        """Count a call, and the traffic of its schedule."""
+        key = recipe.algorithm.collective, recipe.algorithm.name
         counts = self._counts.get(key)
         if counts is None:
             counts = self._counts[key] = Counts()
-        counts.calls += calls
-        counts.messages_sent += messages_sent
-        counts.messages_received += messages_received
-        counts.bytes_sent += bytes_sent
-        counts.bytes_received += bytes_received
+        program = recipe.program
+        counts.calls += 1
+        counts.messages_sent += program.messages_sent
+        counts.messages_received += program.messages_received
+        counts.bytes_sent += program.bytes_sent
+        counts.bytes_received += program.bytes_received
+
+    def add_native(self, method: str) -> None:
+        """Count a call that went to the MPI's own method."""
+        self._counts.setdefault((method, "native"), Counts()).calls += 1
 
     @property
     def total(self) -> Counts:

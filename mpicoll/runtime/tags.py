@@ -69,10 +69,10 @@ class Tags:
             self._turn(self.sequence // self._quarter % 4, complete)
         return self.sequence
 
-    def tag(self, sequence: int, *what: object) -> int:
-        """Return the tag of a call for the messages that belong to ``what``."""
+    def tag(self, sequence: int, code: int) -> int:
+        """Return the tag of a call for its messages of one kind; see `code_of`."""
         slot = sequence % self._slots
-        return slot if self._codes == 1 else slot * CODES + _code(what)
+        return slot if self._codes == 1 else slot * CODES + code
 
     def abandon(self, sequence: int) -> None:
         """Note a call that raised: messages of others to it may never be received."""
@@ -150,6 +150,6 @@ class Tags:
 
 
 @lru_cache(maxsize=4096)
-def _code(what: tuple[object, ...]) -> int:
+def code_of(*what: object) -> int:
     """Return a number below CODES that tells most calls apart; the same on all ranks."""
     return crc32(repr(what).encode()) % CODES

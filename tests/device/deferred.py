@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicoll.runtime import device_kernels
-from mpicoll.runtime.staging import NOWHERE, Kernel, Layout
+from mpicoll.runtime.backend import NOWHERE, Kernel, Layout
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Policy: TypeAlias = Literal["late", "up early", "by chance"]
@@ -127,11 +127,15 @@ class Deferred:
 
     def allocate(self, nbytes: int, stream: Stream) -> tuple[int, object]:
         """Return poison."""
-        memory = self.pinned(nbytes)
+        memory = self.poison(nbytes)
         return address_of(memory), memory
 
     def pinned(self, nbytes: int) -> Bytes:
         """Return poison."""
+        return self.poison(nbytes)
+
+    def poison(self, nbytes: int) -> Bytes:
+        """Return memory that nothing was written to."""
         self.alive.append(np.full(nbytes, POISON, np.uint8))
         return self.alive[-1]
 
@@ -303,7 +307,7 @@ def array(host: npt.ArrayLike, device: int = 0) -> Array:
 def empty(shape: tuple[int, ...], dtype: Any, device: int = 0) -> Array:
     """Return a device array of poison."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    memory = BACKEND.pinned(nbytes)
+    memory = BACKEND.poison(nbytes)
     return Array(address_of(memory), shape, dtype, owner=memory, device=device)
 
 

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from deferred import BACKEND, Array, array, empty, host
+from harness import Ranks
 from lender import BFLOAT16, CUDA, READ_ONLY, Lender
 from mpi4py import MPI
 
@@ -217,6 +218,55 @@ def test_a_fault_of_the_device_is_raised_and_hangs_nobody(
     result = empty((999,), np.float64)
     world.Allreduce(array(np.ones(999)), result)
     assert (host(result) == world.size).all()
+
+
+class Fault:
+    """Lets a call of the device fail, once: the ``number``-th of those that are counted."""
+
+    def __init__(self, name: str, number: int, patch: pytest.MonkeyPatch) -> None:
+        """Stand before a method of the device."""
+        self.left = number
+        self._method = getattr(BACKEND, name)
+        patch.setattr(BACKEND, name, self)
+
+    def __call__(self, *args: Any) -> Any:
+        """Do what the method does, or raise."""
+        self.left -= 1
+        if self.left == -1:
+            raise RuntimeError("the device has had enough")
+        return self._method(*args)
+
+
+@pytest.mark.parametrize("name", ["allocate", "copy", "fold", "over", "pinned", "record", "wait"])
+def test_a_fault_loses_no_pinned_memory(
+    name: str, world: Comm, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the device fails, the pool has every segment again when the call is over."""
+    BACKEND.use("late", False)
+    staging._POOLS.clear()
+    pool = staging.pool_of(BACKEND)
+    for number in range(1000):
+        x, result = array(np.ones(999)), empty((999,), np.float64)
+        with monkeypatch.context() as patch:
+            fault = Fault(name, number, patch) if world.rank == 0 else None
+            caught: Exception | None = None
+            try:
+                world.Allreduce(x, result, algorithm="ring")
+            except Exception as error:
+                caught = error
+        told = f"{name} number {number}"
+        assert isinstance(caught, (RuntimeError, mpicoll.PeerError) if caught else type(None))
+        raised = max(ranks.comm.allgather(caught is not None))
+        assert raised or (host(result) == world.size).all(), told
+        free = [segment for group in pool._free.values() for segment in group]
+        assert sum(segment.memory.size for segment in free) == pool.held, told
+        assert len({id(segment) for segment in free}) == len(free), told
+        world.Allreduce(x, result)
+        assert (host(result) == world.size).all(), told
+        if not ranks.comm.bcast(fault is not None and fault.left < 0):
+            break
+    else:
+        raise AssertionError("there was no end of calls")
 
 
 def test_nothing_is_kept_over_many_calls(world: Comm) -> None:

@@ -18,9 +18,12 @@ from harness import Ranks
 from mpi4py import MPI
 
 from mpicoll import Comm
-from mpicoll.runtime import device_run, executor, link, staging
+from mpicoll.algorithms import Algorithm
+from mpicoll.runtime import device_run, executor, link, persistent, staging
 from mpicoll.runtime.executor import Message, Program, Range, Stage, Work
+from mpicoll.runtime.plan import Plan, Recipe
 from mpicoll.runtime.record import Record
+from mpicoll.schedule.ir import Schedule
 
 ITEMS = 700
 
@@ -92,15 +95,11 @@ def overwritten(comm: Comm) -> int:
         lane.region(target.address, target.nbytes, target),
         lane.scratch(nbytes),
     )
+    recipe = Recipe(Algorithm("test", "test", lambda _: Schedule()), program)
+    reduction = device_run.DeviceReduction(lane, kernel)
+    plan = Plan(recipe, 5, *memory[:2], reduction, lane=lane)
     execution = device_run.Staged(
-        lane,
-        program,
-        comm._link.hidden,
-        5,
-        memory,
-        device_run.DeviceReduction(lane, kernel),
-        None,
-        Record("", 0, "test", "blocking"),
+        plan, comm._link.hidden, memory[2], Record("", 0, "test", "blocking")
     )
     for part in device_run.rounds(lane, execution, (), lambda: None):
         part.run()
@@ -187,7 +186,7 @@ def _calls(module: Any) -> Iterator[tuple[str, ast.Call]]:
 _HELPERS = {"Lane._settled", "Lane.down", "Lane.up"}
 
 
-@pytest.mark.parametrize("module", [staging, device_run, executor, link])
+@pytest.mark.parametrize("module", [staging, device_run, executor, persistent, link])
 def test_no_site_escapes_the_list(module: Any) -> None:
     found = {name for name, _ in _calls(module)}
     assert found <= set(staging.SITES) | _HELPERS

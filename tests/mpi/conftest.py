@@ -216,17 +216,17 @@ def clean(request: pytest.FixtureRequest, ranks: Ranks, world: Comm) -> Iterator
     """Hold a test to leaving no message and no communicator behind."""
     from mpi4py import MPI
 
-    from mpicoll.runtime import link
+    from mpicoll.runtime import ending
 
-    before = len(link._LINKS)
+    before = len(ending.LINKS)
     yield
     if request.node.stash.get(FAILED, False):
         return
     ranks.comm.Barrier()
     left = []
-    for one in link._LINKS:
+    for one in ending.LINKS:
         status = MPI.Status()
         if one.hidden.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             left.append(f"{status.count} bytes from {status.source}, tag {status.tag}")
     assert not left, f"unmatched messages: {left}"
-    assert len(link._LINKS) == before, "the test has to free the communicators that it makes"
+    assert len(ending.LINKS) == before, "the test has to free the communicators that it makes"

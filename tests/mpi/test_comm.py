@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll.runtime import executor, link
+from mpicoll.runtime import executor, plan
 
 
 @pytest.fixture
@@ -165,13 +165,13 @@ def test_long_messages_are_cut(world: mpicoll.Comm, monkeypatch: pytest.MonkeyPa
     def cut(schedule: Any, item_bytes: int) -> executor.Program:
         return executor.compiled(schedule, item_bytes, 1000)
 
-    monkeypatch.setattr(link, "compiled", cut)
-    link.programmed.cache_clear()
+    monkeypatch.setattr(plan, "compiled", cut)
+    plan.recipe.cache_clear()
     before = world.stats["allgather", "ring"].messages_sent
     x = np.arange(1001) + world.rank
     result = np.empty((world.size, 1001), x.dtype)
     world.Allgather(x, result, algorithm="ring")
-    link.programmed.cache_clear()
+    plan.recipe.cache_clear()
     np.testing.assert_array_equal(result, np.arange(1001) + np.arange(world.size)[:, None])
     sent = world.stats["allgather", "ring"].messages_sent - before
     assert sent == 9 * (world.size - 1)  # 8008 bytes in nine pieces to one neighbour

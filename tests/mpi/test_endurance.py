@@ -17,7 +17,7 @@ from breaking import METHODS, calls
 from mpi4py import MPI
 
 from mpicoll import Comm, Request
-from mpicoll.runtime import link, progress, watchdog
+from mpicoll.runtime import ending, progress, watchdog
 
 if TYPE_CHECKING:
     from harness import Ranks
@@ -245,12 +245,12 @@ def test_communicators_made_and_freed(world: Comm, full: bool) -> None:
 
     for number in range(40):  # what is remembered of freed ones is full then
         once(number)
-    before = len(link._LINKS), len(watchdog.WATCHED)
+    before = len(ending.LINKS), len(watchdog.WATCHED)
     objects, kibibytes = memory()
     for number in range(count):
         once(number)
     grown = memory()
-    assert (len(link._LINKS), len(watchdog.WATCHED)) == before
+    assert (len(ending.LINKS), len(watchdog.WATCHED)) == before
     assert grown[0] - objects < OBJECTS
     assert grown[1] - kibibytes < KIBIBYTES + (count if full else 0)  # MPIs keep some of each
 
@@ -307,7 +307,7 @@ def test_few_scratches_are_kept(world: Comm) -> None:
     for count in range(8, 8 * 40, 8):
         x = np.ones(count * comm.size)
         comm.Allreduce(x, np.empty_like(x), algorithm="ring")
-    assert len(comm._link._spare) <= 8
+    assert len(comm._link.scratch) <= 8
     comm.Free()
 
 

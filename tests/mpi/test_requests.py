@@ -596,6 +596,48 @@ def test_more_plans_than_tags(twin: Any) -> None:
         plan.Free()
 
 
+class Failing(MPI.Intracomm):
+    """Makes persistent requests, but for one of them; keeps those that it has made."""
+
+    made: list[MPI.Prequest]
+    fatal: int
+
+    def Recv_init(self, *args: Any) -> MPI.Prequest:
+        return self._make(super().Recv_init, args)
+
+    def Send_init(self, *args: Any) -> MPI.Prequest:
+        return self._make(super().Send_init, args)
+
+    def _make(self, make: Callable[..., MPI.Prequest], args: Any) -> MPI.Prequest:
+        if len(self.made) == self.fatal:
+            raise MPI.Exception(MPI.ERR_NO_MEM)
+        self.made.append(make(*args))
+        return self.made[-1]
+
+
+def test_a_plan_that_can_not_be_set_up_leaves_nothing(
+    twin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its MPI requests can not be made: those before it are freed."""
+    for fatal in range(100):
+        failing = Failing(twin._link.hidden)
+        failing.made, failing.fatal = [], fatal
+        with monkeypatch.context() as patch:
+            patch.setattr(twin._link, "hidden", failing)
+            try:
+                plan = twin.Allreduce_init(np.ones(50), np.empty(50), algorithm="ring")
+            except MPI.Exception:
+                assert len(failing.made) == fatal
+                assert not any(failing.made), f"request {fatal}: one before it is left"
+                assert not twin._link.tags._live
+                continue
+        plan.Free()
+        assert fatal == len(failing.made) == 4 * (twin.size - 1)
+        assert not any(failing.made)
+        break
+    works(twin)
+
+
 def test_a_plan_that_was_refused_gives_its_tag_back(twin: Any) -> None:
     twin._link.tags._plans = 2
     for _ in range(6):

@@ -179,7 +179,7 @@ def _truncated(value: int, size: int) -> int:
 
 
 def test_gather_and_scatter_leave_gaps_alone(build: Callable[[str], Any]) -> None:
-    from mpicoll.runtime.staging import NOWHERE
+    from mpicoll.runtime.backend import NOWHERE
 
     library = build(device.move_source(NOWHERE))
     source = np.arange(48, dtype=np.uint8)

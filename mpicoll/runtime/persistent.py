@@ -1,0 +1,82 @@
+"""The run of a plan that runs again and again: what can be made once is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from mpicoll.runtime.executor import Bytes, Execution, Message
+from mpicoll.runtime.record import Record
+
+if TYPE_CHECKING:
+    from mpicoll.runtime.plan import Plan
+
+
+class PersistentExecution(Execution):
+    """An execution that can run again: slices and MPI requests are made once.
+
+    `begin` before each run but the first; `free` at the end.
+    """
+
+    __slots__ = ("_prepared",)
+
+    def __init__(
+        self,
+        plan: Plan,
+        comm: MPI.Intracomm,
+        work: Bytes,
+        record: Record,
+        traced: bool = False,
+    ) -> None:
+        """Bind a plan to a communicator and to scratch, and set its MPI requests up."""
+        super().__init__(plan, comm, work, record, traced)
+        self._prepared: list[list[MPI.Prequest]] = []
+        try:
+            for recvs, sends, _, _ in self._stages:
+                self._prepared.append([])
+                self._prepare(recvs, sends, self._prepared[-1])
+        except BaseException:
+            self.free()
+            raise
+
+    def _prepare(
+        self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Prequest]
+    ) -> None:
+        """Make the requests of a step."""
+        comm, memory, tag, byte = self._comm, self._memory, self._tag, MPI.BYTE
+        for peer, buffer, start, stop in recvs:
+            given = (memory[buffer][start:stop], stop - start, byte)
+            requests.append(comm.Recv_init(given, peer, tag))
+        for peer, buffer, start, stop in sends:
+            given = (memory[buffer][start:stop], stop - start, byte)
+            requests.append(comm.Send_init(given, peer, tag))
+
+    def _send_and_receive(
+        self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Request]
+    ) -> None:
+        if requests or self.failed is not None:
+            super()._send_and_receive(recvs, sends, requests)
+            return
+        # Noted first: an interrupt comes when a call into MPI is over, and then they run.
+        requests.extend(self._prepared[self._number])
+        MPI.Prequest.Startall(self._prepared[self._number])
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the peers of this step.
+
+        Which of them it still waits for is not asked: MPICH ends a persistent request that is
+        asked for its status.
+        """
+        if not self._requests:
+            return ()
+        recvs, sends, _, _ = self._stages[self._number]
+        return tuple(sorted({message.peer for message in (*recvs, *sends)}))
+
+    def free(self) -> None:
+        """Give the MPI requests back; none may be under way."""
+        for requests in self._prepared:
+            for request in requests:
+                request.Free()
+        self._prepared = []
