@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from mpicoll.errors import ScheduleError
@@ -85,14 +86,15 @@ def _reduce_scatter(call: Call, calls: Sequence[Call]) -> View:
     return View(call.count, count, _own(call, call.count), after)
 
 
-def _all_blocks(call: Call) -> tuple[Held, ...]:
-    return tuple(Held(span, (peer,), 0) for peer, span in enumerate(blocks(OUTPUT, call.counts)))
+@lru_cache(maxsize=2)  # the same for all ranks of a call
+def _all_blocks(counts: tuple[int, ...]) -> tuple[Held, ...]:
+    return tuple(Held(span, (peer,), 0) for peer, span in enumerate(blocks(OUTPUT, counts)))
 
 
 def _allgather(call: Call, calls: Sequence[Call]) -> View:
     count = call.counts[call.rank]
     alias = offsets(call.counts)[call.rank]
-    return View(count, call.count, _own(call, count), _all_blocks(call), alias)
+    return View(count, call.count, _own(call, count), _all_blocks(call.counts), alias)
 
 
 def _gather(call: Call, calls: Sequence[Call]) -> View:
@@ -100,7 +102,7 @@ def _gather(call: Call, calls: Sequence[Call]) -> View:
     if call.rank != call.root:
         return View(count, 0, _own(call, count), ())
     alias = offsets(call.counts)[call.rank]
-    return View(count, call.count, _own(call, count), _all_blocks(call), alias)
+    return View(count, call.count, _own(call, count), _all_blocks(call.counts), alias)
 
 
 def _scatter(call: Call, calls: Sequence[Call]) -> View:
@@ -112,9 +114,14 @@ def _scatter(call: Call, calls: Sequence[Call]) -> View:
     return View(call.count, count, _own(call, call.count), after, alias=-1 - start)
 
 
+@lru_cache(maxsize=256)  # every rank looks at the counts of all others
+def _starts(counts: tuple[int, ...]) -> tuple[int, ...]:
+    return offsets(counts)
+
+
 def _alltoall(call: Call, calls: Sequence[Call]) -> View:
     after = tuple(
-        Held(span, (peer,), offsets(calls[peer].counts)[call.rank])
+        Held(span, (peer,), _starts(calls[peer].counts)[call.rank])
         for peer, span in enumerate(blocks(OUTPUT, call.recv_counts))
     )
     return View(call.count, sum(call.recv_counts), _own(call, call.count), after)

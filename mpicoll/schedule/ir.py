@@ -167,9 +167,9 @@ class Builder:
     ) -> None:
         """Append a step."""
         step = Step(
-            tuple(recv for recv in recvs if recv.span.count),
-            tuple(send for send in sends if send.span.count),
-            tuple(item for item in local if item.target.count),
+            tuple([recv for recv in recvs if recv.span.count]),
+            tuple([send for send in sends if send.span.count]),
+            tuple([item for item in local if item.target.count]),
             phase,
         )
         if step.communicates or step.local:
