@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from operator import index
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
 
 import numpy as np
@@ -246,10 +247,16 @@ def _limit(link: Link, options: dict[str, Any]) -> tuple[float | None, Exception
         return usual, error
 
 
-def check_root(link: Link, root: int) -> None:
-    """Refuse a root that is no rank."""
-    if not 0 <= root < link.size:
+def check_root(link: Link, root: int) -> int:
+    """Return a root as a plain int; refuse one that is no rank.
+
+    Other integers, such as NumPy's, are equal to it but have other words, on which tags
+    rest, and arithmetic of their own.
+    """
+    rank = index(root)
+    if not 0 <= rank < link.size:
         raise CallError(MPI.ERR_ROOT, f"root {root!r}, expected a rank from 0 to {link.size - 1}")
+    return rank
 
 
 def in_place(buffer: object) -> bool:

@@ -46,7 +46,7 @@ class Movement(Base):
         self, opened: Opened, buf: Any, root: int = 0, **options: Unpack[Options]
     ) -> Planning:
         """Send the root's buffer to all ranks."""
-        check_root(opened.link, root)
+        root = check_root(opened.link, root)
         load = finish = None
         found = plain(buf, written=True)
         if found is not None:
@@ -76,7 +76,7 @@ class Movement(Base):
         **options: Unpack[Options],
     ) -> Planning:
         """Collect one block of each rank on the root, in rank order."""
-        check_root(opened.link, root)
+        root = check_root(opened.link, root)
         recv = parse_recv(recvbuf, blocks=opened.link.size) if opened.link.rank == root else None
         sides = self._gather_sides(opened, sendbuf, recv, root)
         size = opened.link.size
@@ -98,7 +98,7 @@ class Movement(Base):
         **options: Unpack[Options],
     ) -> Planning:
         """Collect blocks of any length on the root."""
-        check_root(opened.link, root)
+        root = check_root(opened.link, root)
         recv = parse_recv_v(recvbuf, opened.link.size) if opened.link.rank == root else None
         sides = self._gather_sides(opened, sendbuf, recv, root)
         choice = _choose(opened.link, "gather", options)
@@ -131,7 +131,7 @@ class Movement(Base):
         **options: Unpack[Options],
     ) -> Planning:
         """Hand each rank its block of the root's buffer."""
-        check_root(opened.link, root)
+        root = check_root(opened.link, root)
         send = parse_send(sendbuf, blocks=opened.link.size) if opened.link.rank == root else None
         sides = self._scatter_sides(opened, send, recvbuf, root)
         size = opened.link.size
@@ -153,7 +153,7 @@ class Movement(Base):
         **options: Unpack[Options],
     ) -> Planning:
         """Hand each rank its block, of any length."""
-        check_root(opened.link, root)
+        root = check_root(opened.link, root)
         send = parse_send_v(sendbuf, opened.link.size) if opened.link.rank == root else None
         sides = self._scatter_sides(opened, send, recvbuf, root)
         choice = _choose(opened.link, "scatter", options)

@@ -51,7 +51,7 @@ class Reductions(Base):
         **options: Unpack[OrderedOptions],
     ) -> Planning:
         """Reduce the vectors of all ranks to the root."""
-        check_root(opened.link, root)
+        root = check_root(opened.link, root)
         if opened.link.rank == root:
             return _whole(opened, "reduce", sendbuf, recvbuf, op, root, options)
         send = plain(sendbuf, written=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import Literal, NamedTuple, TypeAlias
 
 from mpicoll.algorithms import Algorithm, find, names, parse_name
@@ -64,8 +65,10 @@ def choose(
     """
     if wanted.order not in (None, "rank"):
         raise AlgorithmError(f"order={wanted.order!r}; known: None, 'rank'")
-    if segment_bytes is not None and segment_bytes < 0:
-        raise AlgorithmError(f"segment={segment_bytes}; expected 0 or more bytes")
+    if segment_bytes is not None:
+        segment_bytes = index(segment_bytes)  # NumPy's integers have other words, as in a tag
+        if segment_bytes < 0:
+            raise AlgorithmError(f"segment={segment_bytes}; expected 0 or more bytes")
     if algorithm is not None:
         chosen, radix = parse_name(wanted.collective, algorithm)
         objection = unfit(chosen, wanted)

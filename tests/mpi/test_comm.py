@@ -14,6 +14,8 @@ from mpi4py import MPI
 
 import mpicoll
 from mpicoll.runtime import executor, plan
+from mpicoll.runtime.plan import recipe
+from mpicoll.runtime.tags import code_of
 
 
 @pytest.fixture
@@ -275,3 +277,24 @@ def test_reduce_scatter_into_the_head_of_its_input(world: mpicoll.Comm, method: 
         with pytest.raises(MPI.Exception, match="overlap"):
             getattr(world, method)(x, x[1:3], *counts)
     world.Barrier()
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, np.int32])
+def test_integers_of_any_type_say_the_same(kind: Any, world: mpicoll.Comm) -> None:
+    """Ranks that pass equal roots and segments of different types mean the same call."""
+    recipe.cache_clear()
+    code_of.cache_clear()
+    comm = mpicoll.Comm(world.Dup(), timeout=30)
+    last = comm.size - 1
+    root, segment = (kind(last), kind(64)) if comm.rank == last else (last, 64)
+    data = np.full(50, 7.0 if comm.rank == last else 0.0)
+    comm.Bcast(data, root, algorithm="chain", segment=segment)
+    assert (data == 7).all()
+    total = np.zeros(1)
+    comm.Reduce(np.ones(1), total, root=root)
+    assert total[0] == (comm.size if comm.rank == last else 0)
+    blocks = np.zeros(comm.size)
+    comm.Gather(np.ones(1), blocks, root=root)
+    comm.Scatter(blocks, total, root=root)
+    assert total[0] == 1
+    comm.Free()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,23 +78,27 @@ def meet(world: Comm) -> None:
 
 
 def measured(comm: Comm) -> list[Measured]:
-    """Return a low quantile of the time of the slowest rank, by turns, of every case and size."""
+    """Return a low quantile of the time of the slowest rank, by turns, of every case and size.
+
+    Plans are timed from Start to Wait: the run of a schedule is predicted, and not how long
+    the arguments of a call are looked at, which depends on their form.
+    """
+    from mpicoll.cli.bench_rivals import started
     from mpicoll.cli.cases import Case, even
     from mpicoll.cli.timing import Contender, race
     from mpicoll.cli.world import native
 
     found = []
     for nbytes in sorted(KNOWN + ASKED):
-        contenders, kinds = [], []
-        for collective, name in CASES:
-            algorithm = find(collective, name)
-            case = Case(comm, even(collective, comm.size, nbytes, np.dtype(np.float64)))
-            call = case.bound(comm, algorithm=name, segment=0)
-            contenders.append(Contender(name, call, case.poison, case.wrong))
-            kinds.append((algorithm, case.shape.nbytes))
-        for (algorithm, size), one in zip(
-            kinds, race(native(comm), contenders, 1.0, 30), strict=True
-        ):
+        with ExitStack() as stack:
+            contenders, kinds = [], []
+            for collective, name in CASES:
+                case = Case(comm, even(collective, comm.size, nbytes, np.dtype(np.float64)))
+                call = started(comm, case, "persistent", stack, algorithm=name, segment=0)
+                contenders.append(Contender(name, call, case.poison, case.wrong))
+                kinds.append((find(collective, name), case.shape.nbytes))
+            times = race(native(comm), contenders, 1.0, 30)
+        for (algorithm, size), one in zip(kinds, times, strict=True):
             assert one.fault == ""
             found.append(Measured(algorithm, size, 0, float(np.quantile(one.seconds, 0.25))))
     return found
@@ -123,7 +127,8 @@ def test_prediction_is_held_to_reality(world: Comm) -> None:
     cores = len(set().union(*world.allgather(os.sched_getaffinity(0))))
     if "Intel" in MPI.get_vendor()[0] and world.size > cores:
         pytest.skip("ranks of Intel MPI that wait do not give way to others of the same policy")
-    if world.size > cores and os.environ.get("MPIR_CVAR_ENABLE_HEAVY_YIELD", "0") != "0":
+    heavy = os.environ.get("MPIR_CVAR_ENABLE_HEAVY_YIELD", "0") != "0"
+    if heavy and world.size > cores and MPI.get_vendor()[0] == "MPICH":
         pytest.fail("MPIR_CVAR_ENABLE_HEAVY_YIELD: with this policy no rank gives way by it")
     with before_others(world):
         samples = measured(world)
