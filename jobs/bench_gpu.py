@@ -3,7 +3,7 @@
 ``mpiexec -n P python jobs/bench_gpu.py --way device|staged|native|nccl``. A way is a run of
 its own, since an MPI's own call may crash on device pointers. Results are checked. What is
 called and how it is timed is that of ``mpicoll bench --device cuda``; here several calls
-follow each other between two events, as NCCL's own tests have it.
+follow each other between two events, as NCCL's own tests have it. Needs the extra ``cli``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 from mpi4py import MPI
@@ -106,15 +107,25 @@ def measured(case: Case, call: Callable[[], object], repeats: int) -> tuple[floa
     return found.summary()["median"] / calls, found.fault
 
 
+def sees_device() -> bool:
+    """Whether CuPy finds a device, of whatever use."""
+    try:
+        return bool(import_module("cupy").cuda.runtime.getDeviceCount())
+    except Exception:  # not installed, broken, or an error of the driver, of CuPy's own kind
+        return False
+
+
 def main() -> int:
     """Print one line per collective and size."""
     options = arguments()
     world, dtype = MPI.COMM_WORLD, np.dtype(options.dtype)
     memory, fault = cuda.find(world, dtype)
     if memory is None:
+        seen = world.allreduce(sees_device(), MPI.LOR)
         if world.rank == 0:
-            print(f"no device: nothing was run ({fault})")
-        return 0
+            what = "a device that can not be used" if seen else "no device"
+            print(f"{what}: nothing was run ({fault})")
+        return int(seen)
     bound = caller(options.way)
     if world.rank == 0:
         print(f"# {options.way}, {world.size} ranks, {memory.device}, {dtype}")

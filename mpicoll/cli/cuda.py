@@ -19,6 +19,7 @@ from mpicoll.runtime.device import recognised
 from mpicoll.runtime.device_support import bind_device
 from mpicoll.runtime.link import attach
 from mpicoll.runtime.staging import takes_pointers
+from mpicoll.selection.settings import Settings
 
 #: Seconds that two events are apart at least: they tell no shorter time.
 RESOLUTION = 5e-7
@@ -41,11 +42,11 @@ class Cuda:
         self.device: str = properties["name"].decode()
         self.addressed = False
 
-    def try_out(self, comm: MPI.Intracomm, dtype: np.dtype[Any]) -> None:
+    def try_out(self, settings: Settings, dtype: np.dtype[Any]) -> None:
         """Keep one item of ``dtype``, and see whether the MPI takes its address."""
         found = recognised(self.put(np.zeros(1, dtype)))
         assert found is not None
-        self.addressed = takes_pointers(found.backend, attach(comm).settings)
+        self.addressed = takes_pointers(found.backend, settings)
 
     @property
     def words(self) -> str:
@@ -110,8 +111,9 @@ def find(comm: MPI.Intracomm, dtype: np.dtype[Any]) -> tuple[Cuda | None, str]:
     fault = _first(world, fault)
     if fault or memory is None:
         return None, fault
+    settings = attach(comm).settings  # collective, so before what may fail on one rank
     try:
-        memory.try_out(comm, dtype)
+        memory.try_out(settings, dtype)
     except Exception as error:
         fault = f"no array of {dtype} on the device: {str(error) or type(error).__name__}"
     memory.addressed = world.allreduce(memory.addressed, MPI.LAND)

@@ -137,11 +137,9 @@ class Buffer:
         """Go on with copies of derived datatypes, and return them.
 
         The caller may free a datatype as soon as a call has begun, but a request or a plan
-        still unpacks by it.
+        still unpacks by it, and operators are still called with it.
         """
         owned: list[MPI.Datatype] = []
-        if all(piece.item.dense for piece in self._pieces):
-            return owned
         copies: dict[int, Item] = {}
         for piece in self._pieces:
             datatype = piece.item.datatype
