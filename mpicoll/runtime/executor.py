@@ -185,7 +185,8 @@ class Execution:
     def run(self) -> None:
         """Run to the end, waiting inside MPI.
 
-        An interrupt leaves it where it is; it can be run on.
+        An interrupt, by whatever a handler of signals raises, leaves it where it is; it can
+        be run on.
         """
         stages = self._stages
         while self._number < len(stages):
@@ -195,14 +196,14 @@ class Execution:
                 try:
                     MPI.Request.Waitall(self._requests, self._statuses)
                     self._ended = True
-                except KeyboardInterrupt:
-                    self._ended = self._seems_complete()
-                    raise
                 except MPI.Exception as error:
                     self._fail(error)
                     for request in self._requests:
                         while not _over(request):
                             time.sleep(0)
+                except BaseException:
+                    self._ended = self._seems_complete()
+                    raise
             self._settle()
 
     def advance(self) -> bool:
@@ -225,11 +226,11 @@ class Execution:
             try:
                 self._ended = MPI.Request.Testall(self._requests, self._statuses)
                 return self._ended
-            except KeyboardInterrupt:
-                self._ended = self._seems_complete()
-                raise
             except MPI.Exception as error:
                 self._fail(error)
+            except BaseException:
+                self._ended = self._seems_complete()
+                raise
         # One that fails lets the others be, so they are asked one by one.
         return all(_over(request) for request in self._requests)
 

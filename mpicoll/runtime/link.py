@@ -130,7 +130,7 @@ class Link:
         if self.watched:
             self.learn()
         if progress.ACTIVE:
-            progress.progress()
+            self._catch_up()
         sequence = self.tags.next_sequence(self._complete)
         record = Record(self.identity, sequence, collective, form)
         record.start = time.perf_counter()
@@ -149,7 +149,7 @@ class Link:
         if self.watched:
             self.learn()
         if progress.ACTIVE:
-            progress.progress()
+            self._catch_up()
         record = Record(first.communicator, first.sequence, first.collective, first.form)
         record.start = time.perf_counter()
         record.site = RECORDER.site()
@@ -176,6 +176,17 @@ class Link:
         if self.tracer is not None:
             self.tracer.add(record)
 
+    def _catch_up(self) -> None:
+        """Drive what is in flight, and complete the blocking calls that an interrupt has left.
+
+        Nobody has a request of those, and their buffers are likely to be used next: by the
+        same call once more.
+        """
+        progress.progress()
+        for operation in progress.active(self):
+            if operation.record.form == "blocking":
+                self._complete_one(operation)
+
     def _complete(self, sequences: range | None = None) -> None:
         """Complete the calls that are in flight here, all or those of an interval.
 
@@ -185,9 +196,12 @@ class Link:
         for operation in progress.active(self):
             record = operation.record
             if sequences is None or (record.form != "persistent" and record.sequence in sequences):
-                operation.hold_to(self.settings.timeout)
-                progress.await_(operation.advance, operation.watch)
-                progress.discard(operation)
+                self._complete_one(operation)
+
+    def _complete_one(self, operation: progress.Operation) -> None:
+        operation.hold_to(self.settings.timeout)
+        progress.await_(operation.advance, operation.watch)
+        progress.discard(operation)
 
     def choose(
         self, wanted: Wanted, algorithm: str | None = None, segment_bytes: int | None = None
@@ -206,13 +220,12 @@ class Link:
 
     def run(self, plan: Plan, record: Record) -> None:
         """Run a plan on host memory to its end, waiting inside MPI; a simple case of `course`."""
-        work = self.scratch.take(plan.recipe.program.work_bytes)
-        execution = Execution(plan, self.hidden, work, record, self.tracer is not None)
-        plan.describe(record)
-        plan.load()
+        execution, work = self._bound(plan, record)
         try:
             execution.run()
-        except KeyboardInterrupt:
+        except MPI.Exception:
+            raise  # nothing can be posted any more
+        except BaseException:
             # The others wait for the rest of the schedule, which whoever calls next goes on with.
             progress.launch(progress.Operation(self, record, self._rest(plan, execution)))
             raise
@@ -223,6 +236,14 @@ class Link:
         """Yield what goes on when the call has been left."""
         yield execution
         self._over(plan, execution)
+
+    def _bound(self, plan: Plan, record: Record) -> tuple[Execution, Bytes]:
+        """Return a run of a plan on host memory, before its first step, and its scratch."""
+        work = self.scratch.take(plan.recipe.program.work_bytes)
+        execution = Execution(plan, self.hidden, work, record, self.tracer is not None)
+        plan.describe(record)
+        _load(plan, execution)
+        return execution, work
 
     def course(self, plan: Plan, record: Record) -> progress.Course:
         """Yield what runs a plan, and do what is to be done before and after it."""
@@ -235,10 +256,7 @@ class Link:
                 bound.failed = error
             yield from self._rounds(plan, bound, record)
             return
-        work = self.scratch.take(plan.recipe.program.work_bytes)
-        execution = Execution(plan, self.hidden, work, record, self._traces)
-        plan.describe(record)
-        plan.load()
+        execution, work = self._bound(plan, record)
         yield execution
         self.scratch.give(work)
         self._over(plan, execution)
@@ -257,7 +275,7 @@ class Link:
             yield from self._rounds(plan, execution, record)
             return
         plan.describe(record)
-        plan.load()
+        _load(plan, execution)
         yield execution
         self._over(plan, execution)
 
@@ -338,6 +356,17 @@ class Link:
             watchdog.WATCHED.remove(self)
         RECORDER.leave(self.identity)
         self.hidden.Free()
+
+
+def _load(plan: Plan, execution: Execution) -> None:
+    """Bring the input to where the schedule reads it.
+
+    A failure fails the run and does not end it, since the others wait for its messages.
+    """
+    try:
+        plan.load()
+    except BaseException as error:
+        execution.failed = error
 
 
 def _native(request: MPI.Request) -> progress.Course:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeAlias
 
+from mpi4py import MPI
+
 from mpicoll.errors import CollectiveTimeout
 from mpicoll.runtime import watchdog
 from mpicoll.runtime.executor import Execution
@@ -86,7 +88,9 @@ class Operation:
                 if self._execution is not None:
                     try:
                         self._execution.run()
-                    except KeyboardInterrupt:
+                    except MPI.Exception:
+                        raise  # nothing can be posted any more
+                    except BaseException:
                         ACTIVE.append(self)  # the others wait for the rest
                         raise
                 self._next()

@@ -30,6 +30,7 @@ import mpicoll
 from mpicoll import Comm, PeerError
 from mpicoll.algorithms import Algorithm, every
 from mpicoll.runtime import watchdog
+from mpicoll.runtime.plan import Plan
 from mpicoll.schedule.contracts import REDUCTIONS
 
 if TYPE_CHECKING:
@@ -372,17 +373,56 @@ def _expected(name: str, comm: Any) -> float:
     return size * (size + 1) / 2 if name != "Reduce" or rank == 0 else -7
 
 
-@pytest.fixture
-def interrupt() -> Iterator[Callable[[], None]]:
-    """Return what interrupts this process in a moment, whatever its parent made of SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    signal.signal(signal.SIGINT, before)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [Boom, KeyboardInterrupt])
+def test_an_input_that_can_not_be_packed(
+    kind: type[BaseException], form: str, world: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank raises what there was, the others get PeerError, and all go on."""
+
+    def load(self: Plan) -> None:
+        raise kind("no")
+
+    data, out = np.ones(world.size), np.full(world.size, -7.0)
+    with monkeypatch.context() as patched:
+        if world.rank == world.size - 1:
+            patched.setattr(Plan, "load", load)
+        with pytest.raises(kind if world.rank == world.size - 1 else PeerError):
+            _in_form(world, "Alltoall", form, [data, out])
+    _in_form(world, "Alltoall", form, [data, out])
+    assert (out == 1).all()
+
+
+class Alarm(Exception):
+    """What a handler of signals raises, such as that of a test runner's time limit."""
+
+
+class Interrupt(NamedTuple):
+    """How this process is interrupted in a moment, and what that raises."""
+
+    begin: Callable[[], None]
+    kind: type[BaseException]
+
+
+@pytest.fixture(params=["SIGINT", "SIGALRM"])
+def interrupt(request: pytest.FixtureRequest) -> Iterator[Interrupt]:
+    """Whatever the parent of this process made of the signal."""
+
+    def alarm(number: int, frame: object) -> None:
+        raise Alarm
+
+    number = signal.Signals[request.param]
+    found = {signal.SIGINT: KeyboardInterrupt, signal.SIGALRM: Alarm}[number]
+    before = signal.signal(
+        number, signal.default_int_handler if number == signal.SIGINT else alarm
+    )
+    yield Interrupt(lambda: threading.Timer(0.2, os.kill, (os.getpid(), number)).start(), found)
+    signal.signal(number, before)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_interrupt_of_a_wait_that_is_driven(
-    form: str, world: Comm, ranks: Ranks, interrupt: Callable[[], None]
+    form: str, world: Comm, ranks: Ranks, interrupt: Interrupt
 ) -> None:
     """The collective goes on, and any later call completes it."""
     comm = Comm(MPI.Intracomm(world).Dup(), timeout=60)
@@ -395,8 +435,8 @@ def test_an_interrupt_of_a_wait_that_is_driven(
         elif plan is not None:
             plan.Start()
             request = plan
-        interrupt()
-        with pytest.raises(KeyboardInterrupt):
+        interrupt.begin()
+        with pytest.raises(interrupt.kind):
             comm.Allreduce(np.ones(3), out) if request is None else request.Wait()
         ranks.comm.Barrier()
         if request is not None:
@@ -415,8 +455,9 @@ def test_an_interrupt_of_a_wait_that_is_driven(
     comm.Free()
 
 
+@pytest.mark.parametrize("form", ["blocking", "non-blocking"])
 def test_an_interrupt_of_a_wait_inside_the_mpi(
-    world: Comm, ranks: Ranks, interrupt: Callable[[], None]
+    form: str, world: Comm, ranks: Ranks, interrupt: Interrupt
 ) -> None:
     """It comes when the others have come; they get PeerError or a right result."""
     if ranks.size == 1:
@@ -424,18 +465,20 @@ def test_an_interrupt_of_a_wait_inside_the_mpi(
     out = np.full(3, -7.0)
     error: BaseException | None = None
     if ranks.rank == 0:
-        interrupt()
+        interrupt.begin()
     else:
         time.sleep(1)
     try:
-        world.Allreduce(np.ones(3), out)
+        _in_form(world, "Allreduce", form, [np.ones(3), out])
     except BaseException as caught:
         error = caught
     if ranks.rank == 0:
-        assert isinstance(error, KeyboardInterrupt), repr(error)
+        assert isinstance(error, interrupt.kind), repr(error)
     elif error is None:
         assert out.tolist() == [world.size] * 3
     else:
         assert isinstance(error, PeerError), repr(error)
-    world.Allreduce(np.ones(3), out)
-    assert out.tolist() == [world.size] * 3
+    # A request that was not waited for to its end still owns its buffer; a call has ended.
+    again = out if form == "blocking" else np.full(3, -7.0)
+    world.Allreduce(np.ones(3), again)
+    assert again.tolist() == [world.size] * 3
