@@ -4,38 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from mpicoll import kernels
 from mpicoll.parallel.compression import Compression
+from mpicoll.parallel.library import Array, library, place, scale, squares
 
 if TYPE_CHECKING:  # laying out buckets needs no MPI
     from mpicoll.runtime.requests import Request
-
-Array: TypeAlias = npt.NDArray[Any]
-
-#: Elements whose squares are summed at a time, so that what they widen to stays in cache.
-_PIECE = 1 << 14
 
 
 def layout(params: Mapping[str, Array], bucket_bytes: int) -> list[list[str]]:
     """Return the names of each bucket, in the order in which the buckets are sent.
 
     Parameters are taken in reverse order of use, as backward has their gradients. A bucket
-    holds one dtype and at most ``bucket_bytes``, or one larger parameter; its turn comes with
-    its last parameter. Depends only on what the ranks have agreed on.
+    holds one dtype in one place and at most ``bucket_bytes``, or one larger parameter; its turn
+    comes with its last parameter. Depends only on what the ranks have agreed on.
     """
     done: list[tuple[int, list[str]]] = []
-    filling: dict[np.dtype[Any], tuple[int, int, list[str]]] = {}
+    filling: dict[tuple[str, np.dtype[Any]], tuple[int, int, list[str]]] = {}
     for at, (name, param) in enumerate(reversed(list(params.items()))):
-        last, nbytes, names = filling.get(param.dtype, (at, 0, []))
+        kind = place(param), param.dtype
+        last, nbytes, names = filling.get(kind, (at, 0, []))
         if names and nbytes + param.nbytes > bucket_bytes:
             done.append((last, names))
             nbytes, names = 0, []
-        filling[param.dtype] = at, nbytes + param.nbytes, [*names, name]
+        filling[kind] = at, nbytes + param.nbytes, [*names, name]
     done += [(last, names) for last, _, names in filling.values()]
     return [names for _, names in sorted(done)]
 
@@ -55,9 +50,9 @@ class Slot:
         # A warning that is turned into an error on one rank would leave the others waiting.
         with np.errstate(all="ignore"):
             if self.filled:
-                np.add(self.view, grad, out=self.view)
+                self.view += grad
             else:
-                np.copyto(self.view, grad)
+                self.view[...] = grad
         self.filled = True
 
 
@@ -70,12 +65,11 @@ class Bucket:
     def __init__(
         self, names: Sequence[str], params: Mapping[str, Array], hook: Compression | None
     ) -> None:
-        dtype = params[names[0]].dtype
-        self.flat = np.zeros(sum(params[name].size for name in names), dtype)
-        self._hook = hook if dtype == np.float32 else None
-        self.message = (
-            self.flat if self._hook is None else np.zeros(self.flat.size, self._hook.dtype)
-        )
+        first = params[names[0]]
+        xp, count = library(first), sum(params[name].size for name in names)
+        self.flat: Array = xp.zeros(count, first.dtype)
+        self._hook = hook if first.dtype == np.float32 else None
+        self.message = self.flat if self._hook is None else xp.zeros(count, self._hook.dtype)
         self.request: Request | None = None
         self.slots: list[Slot] = []
         start = 0
@@ -111,25 +105,8 @@ class Bucket:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients, 16-bit ones in float32."""
-        half = kernels.half(self.flat.dtype)
-        if half is not None:
-            dense = self.flat.view(np.uint8)
-            half.scale(dense, dense, factor)
-            return
-        parts = _real(self.flat)
-        with np.errstate(all="ignore"):
-            np.multiply(parts, parts.dtype.type(factor), out=parts)
+        scale(self.flat, factor)
 
     def squares(self, start: int, stop: int) -> float:
         """Return the sum of the squared magnitudes of some elements, in float64."""
-        parts, total = _real(self.flat[start:stop]), 0.0
-        with np.errstate(all="ignore"):
-            for low in range(0, parts.size, _PIECE):
-                wide = parts[low : low + _PIECE].astype(np.float64)
-                total += float(np.dot(wide, wide))
-        return total
-
-
-def _real(flat: Array) -> Array:
-    """Return complex numbers as their parts."""
-    return flat.view(flat.dtype.char.lower()) if flat.dtype.kind == "c" else flat
+        return squares(self.flat[start:stop])

@@ -15,15 +15,12 @@ float32.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-from mpicoll import kernels
-
-Array: TypeAlias = npt.NDArray[Any]
+from mpicoll.parallel.library import Array, narrow, widen
 
 
 @runtime_checkable
@@ -38,7 +35,7 @@ class Compression(Protocol):
     dtype: np.dtype[Any]
 
     def compress(self, wire: Array, bucket: Array) -> None:
-        """Set ``wire`` from the float32 ``bucket``; both are dense and of one length."""
+        """Set ``wire`` from the float32 ``bucket``; both are dense, of one length and place."""
 
     def expand(self, bucket: Array, wire: Array) -> None:
         """Set the float32 ``bucket`` from the reduced ``wire``."""
@@ -53,15 +50,14 @@ class HalfWire:
             raise ValueError(f"compress={name!r}; known: {', '.join(_HALVES)}, or a Compression")
         self.name = name
         self.dtype = _HALVES[name]
-        self._loops = cast(kernels.Half, kernels.half(self.dtype))
 
     def compress(self, wire: Array, bucket: Array) -> None:
         """Round to nearest, ties to even."""
-        self._loops.narrow(wire.view(np.uint8), bucket)
+        narrow(wire, bucket)
 
     def expand(self, bucket: Array, wire: Array) -> None:
         """Widen; exact."""
-        self._loops.widen(bucket, wire.view(np.uint8))
+        widen(bucket, wire)
 
 
 _HALVES: dict[str, np.dtype[Any]] = {

@@ -12,22 +12,19 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree, wrapped
 from mpicoll.parallel.buckets import Bucket, Slot, layout
 from mpicoll.parallel.compression import Compression
+from mpicoll.parallel.library import EXPECTED, Array, is_array, place
 from mpicoll.parallel.owned import Owner
 from mpicoll.parallel.parameters import described, digested, hook_of, problem_of
 from mpicoll.runtime.operators import AVG, AverageOp
 from mpicoll.schedule.partition import offsets, split
-
-Array: TypeAlias = npt.NDArray[Any]
 
 #: The size that the paper found good, and torch's default.
 BUCKET_BYTES = 25 << 20
@@ -39,8 +36,9 @@ class DataParallel(Owner):
     """Averages the gradients of all ranks, bucket by bucket, while backward goes on.
 
     ``params`` are the parameters by name, in order of use; arrays of any shape, memory order and
-    floating or complex dtype, which the caller updates in place. Collective: the ranks compare
-    names, shapes, dtypes and options, then take rank 0's values. Per step::
+    floating or complex dtype, which the caller updates in place; NumPy's, or CuPy's of one
+    device, whose gradients and buckets stay there. Collective: the ranks compare names, shapes,
+    dtypes and options, then take rank 0's values. Per step::
 
         for name, grad in backward():      # any order, reverse order of use is fastest
             data_parallel.ready(name, grad)
@@ -81,7 +79,7 @@ class DataParallel(Owner):
         if problem is None:
             options = (f"bucket_bytes={bucket_bytes}", f"op={op!r}")
             entries = [*options, f"compress={hook.name if hook else None!r}"]
-            entries += [described(name, param) for name, param in params.items()]
+            entries += described(params)
         agree(given, "DataParallel", entries, problem=problem)
         self.comm: Comm = given.Dup()
         self.params: Mapping[str, Array] = MappingProxyType(dict(params))
@@ -255,9 +253,12 @@ class DataParallel(Owner):
     def _check(self, name: str, grad: Array) -> None:
         param = self.params[name]
         what = f"the gradient of {name!r}"
-        if not isinstance(grad, np.ndarray):
+        if not is_array(grad):
             kind = type(grad).__name__
-            raise ValueError(self._said(f"{what} is of type {kind}; expected a NumPy array"))
+            raise ValueError(self._said(f"{what} is of type {kind}; expected {EXPECTED}"))
+        if place(grad) != place(param):
+            where = f"{what} is on {place(grad)}; expected {place(param)}, as the parameter"
+            raise ValueError(self._said(where))
         if grad.shape != param.shape or grad.dtype != param.dtype:
             raise ValueError(
                 self._said(

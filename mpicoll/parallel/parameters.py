@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
-from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from mpicoll.parallel.compression import Compression, HalfWire
-
-Array: TypeAlias = npt.NDArray[Any]
+from mpicoll.parallel.library import (
+    EXPECTED,
+    Array,
+    is_array,
+    place,
+    scattered,
+    to_host,
+    writeable,
+)
 
 
 def hook_of(compress: str | Compression | None) -> tuple[Compression | None, str | None]:
@@ -40,15 +45,27 @@ def problem_of(
     if not isinstance(op, str) or op not in ops:
         return f"op={op!r}; known: {', '.join(ops)}"
     found = (_unfit(name, param) for name, param in params.items())
-    return next((problem for problem in found if problem), None)
+    problem = next((problem for problem in found if problem), None)
+    if problem is None and (devices := scattered(params.values())):
+        problem = f"parameters on {devices}; expected those of one device"
+    return problem
 
 
-def described(name: str, param: Array) -> str:
-    return f"parameter {name!r} of shape {param.shape} and dtype {param.dtype}"
+def described(params: Mapping[str, Array]) -> list[str]:
+    """Return parameters in words that are alike where ranks cut the same buckets.
+
+    A rank may have on its device what another has on the host.
+    """
+    first = next(map(place, params.values()), "")
+    return [
+        f"parameter {name!r} of shape {param.shape} and dtype {param.dtype}"
+        + ("" if place(param) == first else ", not where the first one is")
+        for name, param in params.items()
+    ]
 
 
 def digested(name: str, param: Array) -> str:
-    dense = np.ascontiguousarray(param)
+    dense = np.ascontiguousarray(to_host(param))
     if dense.dtype.char in "gG":
         dense = _values_only(dense)
     digest = blake2b(dense.reshape(-1).view(np.uint8).data, digest_size=8).hexdigest()
@@ -68,14 +85,14 @@ def _unfit(name: object, param: object) -> str | None:
     """Say why a parameter can have no gradient here; None if it can."""
     if not isinstance(name, str):
         return f"a parameter name of type {type(name).__name__}; names are strings"
-    if not isinstance(param, np.ndarray):
-        return f"parameter {name!r} of type {type(param).__name__}; parameters are NumPy arrays"
+    if not is_array(param):
+        return f"parameter {name!r} of type {type(param).__name__}; expected {EXPECTED}"
     floating = param.dtype.kind in "fc" or param.dtype == ml_dtypes.bfloat16
     if not floating or not param.dtype.isnative:
         return (
             f"parameter {name!r} of dtype {param.dtype}; gradients are averaged in floating or "
             "complex types of native byte order"
         )
-    if not param.flags.writeable:
+    if not writeable(param):
         return f"parameter {name!r} that is read-only; rank 0's values have to be written to it"
     return None

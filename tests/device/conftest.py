@@ -56,11 +56,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def deferred_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let deferred arrays count as device arrays, and leave nothing queued."""
+    import like_cupy
     from deferred import BACKEND, Array
 
     from mpicoll.runtime import device, staging
 
-    monkeypatch.setitem(device._BACKENDS, Array, BACKEND)
+    for kind in (Array, like_cupy.ndarray):
+        monkeypatch.setitem(device._BACKENDS, kind, BACKEND)
     monkeypatch.setattr(staging, "SMALL_BYTES", 0)
     yield
     BACKEND.use("late", True)

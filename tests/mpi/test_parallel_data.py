@@ -462,7 +462,7 @@ def test_wrong_gradients(world: Comm) -> None:
         ("c", np.zeros(2), "unknown parameter 'c'; known: 'a', 'b'"),
         ("a", np.zeros(3), r"'a' has shape \(3,\) and dtype float64; expected \(2,\) and float64"),
         ("a", np.zeros(2, np.float32), "'a' has shape .* dtype float32; expected .* and float64"),
-        ("a", [1, 2], "'a' is of type list; expected a NumPy array"),
+        ("a", [1, 2], "'a' is of type list; expected a NumPy or CuPy array"),
     ]
     with parallel(small(a=[0, 0], b=[0]), world, 1) as data_parallel:
         for name, grad, words in wrong if RANK == SIZE - 1 else []:
@@ -588,7 +588,7 @@ def read_only() -> Array:
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "list": ([np.zeros(1)], {}, "params of type list; expected arrays by name"),
     "name": ({3: np.zeros(1)}, {}, "name of type int; names are strings"),
-    "scalar": ({"a": 1.0}, {}, "parameter 'a' of type float; parameters are NumPy arrays"),
+    "scalar": ({"a": 1.0}, {}, "parameter 'a' of type float; expected a NumPy or CuPy array"),
     "integers": ({"a": np.zeros(1, int)}, {}, "parameter 'a' of dtype int64"),
     "byte order": ({"a": np.zeros(1, ">f8")}, {}, "parameter 'a' of dtype >f8"),
     "read-only": ({"a": read_only()}, {}, "parameter 'a' that is read-only"),
