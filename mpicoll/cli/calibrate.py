@@ -1,24 +1,28 @@
 """The rates of the cost model, from the times of a few calls: a fit of α, β and γ.
 
 What is timed are our own algorithms through the whole stack, so that the part of Python and
-of crowded cores is in the rates. Loads mpi4py.
+of crowded cores is in the rates. Then every algorithm is timed at a few sizes, for what it takes
+beyond what the rates say of it. Loads mpi4py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.algorithms import find
+from mpicoll.algorithms import Algorithm, find, names
 from mpicoll.cli import timing
 from mpicoll.cli.cases import Case, even
 from mpicoll.cli.world import native
 from mpicoll.comm import Comm
-from mpicoll.selection.model import CROWDED, DEFAULT, Rates, seconds
+from mpicoll.schedule.contracts import COLLECTIVES
+from mpicoll.selection.calibration import FARTHEST
+from mpicoll.selection.choose import Wanted, served
+from mpicoll.selection.model import CROWDED, DEFAULT, KIB, Corrections, Rates, seconds
 
 Vector: TypeAlias = npt.NDArray[np.float64]
 
@@ -43,6 +47,14 @@ PROBES = (
 )
 
 TRUST = 1.0  #: weight of what is known beforehand: a message is half a step, and so on
+
+#: Sizes at which every algorithm is timed, and the segment of those that cut what is large.
+SIZES = (8, 16 * KIB, 4096 * KIB)
+SEGMENT = 1024 * KIB
+EACH = 0.03  #: seconds for one algorithm and size, in the mean
+#: How far times are believed, the rest being left to the rates: a size stands for all between
+#: it and the next, and some calls were disturbed.
+BELIEF = 0.8
 
 LIMITS = (1e-9, 0.1)  #: seconds for a step or a message
 BYTE_LIMITS = (1e-13, 1e-5)  #: seconds for a byte
@@ -69,6 +81,52 @@ def measure(comm: Comm, each: float) -> list[Sample]:
         median = float(np.median(found.seconds))
         samples.append(Sample(collective, name, shape.nbytes, max(median, 1e-9)))
     return samples
+
+
+def correct(
+    comm: Comm, rates: Rates, shown: Callable[[str], None] = lambda name: None
+) -> Corrections:
+    """Time every algorithm at a few sizes; collective, equal on all ranks.
+
+    Those of one collective and size take turns. Returns what they took over what ``rates``
+    predict, drawn towards 1. ``shown`` is told the name of each collective that has been timed.
+    """
+    curves: dict[tuple[str, str, bool], list[tuple[int, float]]] = {}
+    for collective in COLLECTIVES:
+        known = [find(collective, name) for name in names(collective)]
+        known = [one for one in known if served(one, Wanted(collective, comm.size))]
+        if len(known) > 1:  # else there is nothing to choose
+            for nbytes in SIZES:
+                for one, cut, measured, size in _timed(comm, known, nbytes):
+                    predicted = seconds(one, comm.size, size, SEGMENT if cut else 0, rates)
+                    factor = min(FARTHEST, max(1 / FARTHEST, measured / predicted))
+                    curve = curves.setdefault((collective, one.name, cut), [])
+                    curve.append((size, float(factor**BELIEF)))
+        shown(collective)
+    return Corrections({key: tuple(curve) for key, curve in curves.items()})
+
+
+def _timed(
+    comm: Comm, known: Sequence[Algorithm], nbytes: int
+) -> list[tuple[Algorithm, bool, float, int]]:
+    """Return algorithms, whether their blocks were cut, their times, and the bytes."""
+    collective = known[0].collective
+    shape = even(collective, comm.size, nbytes, np.dtype(np.float64))
+    case = Case(comm, shape)
+    block = shape.nbytes // comm.size
+    whole = block if collective in ("allreduce", "reduce_scatter") else shape.nbytes
+    running = [(one, False) for one in known]
+    running += [(one, True) for one in known if one.segmented and whole > SEGMENT]
+    contenders = []
+    for one, cut in running:
+        keywords = {"segment": SEGMENT if cut else 0} if one.segmented else {}
+        call = case.bound(comm, algorithm=one.name, **keywords)
+        contenders.append(timing.Contender(f"{one.name} {cut}", call, case.poison, case.wrong))
+    found = timing.race(native(comm), contenders, EACH * len(running), 100)
+    return [
+        (one, cut, max(float(np.median(result.seconds)), 1e-9), shape.nbytes)
+        for (one, cut), result in zip(running, found, strict=True)
+    ]
 
 
 def fit(samples: Sequence[Sample], size: int, load: float) -> tuple[Rates, float]:

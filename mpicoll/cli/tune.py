@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,7 +251,7 @@ def _calibrate(screen: Console, comm: Comm, memory: Memory) -> tuple[Rates, dict
 
     They are those of host memory: for a device those that are kept are looked up.
     """
-    from mpicoll.cli.calibrate import fit, measure
+    from mpicoll.cli.calibrate import correct, fit, measure
     from mpicoll.cli.world import native
     from mpicoll.runtime.place import place
     from mpicoll.selection.calibration import lookup, store
@@ -261,6 +262,13 @@ def _calibrate(screen: Console, comm: Comm, memory: Memory) -> tuple[Rates, dict
         return rates, _told(where, rates, 1.0, "")
     samples = measure(comm, 0.1)
     rates, off = fit(samples, comm.size, where.load)
+    with progress_bar(screen) as progress:
+        task = progress.add_task("", total=len(COLLECTIVES))
+
+        def shown(name: str) -> None:
+            progress.update(task, advance=1, description=f"rates: {name}, {comm.size} ranks")
+
+        rates = replace(rates, corrections=correct(comm, rates, shown))
     file = ""
     if comm.rank == 0:
         try:
@@ -274,6 +282,8 @@ def _calibrate(screen: Console, comm: Comm, memory: Memory) -> tuple[Rates, dict
 
 def _told(where: Place, rates: Rates, off: float, file: str) -> dict[str, Any]:
     """Return the rates for --json."""
+    from mpicoll.selection.calibration import listed
+
     return {
         "ranks": where.ranks,
         "ranks_per_core": where.load,
@@ -285,6 +295,7 @@ def _told(where: Place, rates: Rates, off: float, file: str) -> dict[str, Any]:
             "byte": rates.byte,
             "local_byte": rates.local,
         },
+        "corrections": listed(rates.corrections),
         "off_by": off,
         "file": file,
     }

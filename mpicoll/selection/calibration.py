@@ -10,14 +10,17 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpicoll.selection.model import CROWDED, DEFAULT, Rates
+from mpicoll.algorithms import find
+from mpicoll.errors import AlgorithmError
+from mpicoll.selection.model import CROWDED, DEFAULT, Corrections, Rates
 
 KIND = "mpicoll rates"
-FORM = 1  #: of the file; raised when a field changes its meaning
+FORM = 2  #: of the file; raised when a field changes its meaning
+FARTHEST = 100.0  #: a factor of a correction is at most, and one over that at least
 _FIELDS = ("step", "message", "byte", "local")
 
 
@@ -62,7 +65,11 @@ def lookup(place: Place, file: Path | None = None) -> Rates:
         return replace(CROWDED if place.load > 1 else DEFAULT, load=place.load)
     nearest = min(found, key=lambda row: abs(row["kind"].bit_length() - place.kind.bit_length()))
     rates = {name: nearest["rates"][name] for name in _FIELDS}
-    return Rates(**rates, load=place.load)
+    curves = {
+        (one["collective"], one["algorithm"], one["cut"]): tuple(map(tuple, one["at"]))
+        for one in nearest["corrections"]
+    }
+    return Rates(**rates, load=place.load, corrections=Corrections(curves) if curves else None)
 
 
 def store(place: Place, rates: Rates, file: Path | None = None) -> Path:
@@ -71,8 +78,12 @@ def store(place: Place, rates: Rates, file: Path | None = None) -> Path:
     The file is replaced in one go, so that a reader never sees half of it.
     """
     path = file or cache_file()
-    values = {name: value for name, value in asdict(rates).items() if name in _FIELDS}
-    new = {"key": list(place.key), "kind": place.kind, "rates": values}
+    new = {
+        "key": list(place.key),
+        "kind": place.kind,
+        "rates": {name: getattr(rates, name) for name in _FIELDS},
+        "corrections": listed(rates.corrections),
+    }
     kept = [
         row for row in _rows(path) if (tuple(row["key"]), row["kind"]) != (place.key, place.kind)
     ]
@@ -87,6 +98,15 @@ def store(place: Place, rates: Rates, file: Path | None = None) -> Path:
         os.unlink(name)
         raise
     return path
+
+
+def listed(corrections: Corrections | None) -> list[dict[str, Any]]:
+    """Return corrections as JSON has them."""
+    curves = {} if corrections is None else corrections.curves
+    return [
+        {"collective": collective, "algorithm": name, "cut": cut, "at": [*map(list, curve)]}
+        for (collective, name, cut), curve in curves.items()
+    ]
 
 
 def _rows(file: Path | None) -> list[dict[str, Any]]:
@@ -109,6 +129,19 @@ def _whole(row: Any) -> bool:
             and type(row["kind"]) is int
             and row["kind"] > 0
             and all(type(one) is float and 0 < one < 1 for one in numbers)
+            and all(_sound(one) for one in row["corrections"])
         )
-    except (TypeError, KeyError):
+    except (TypeError, KeyError, ValueError, AlgorithmError):
         return False
+
+
+def _sound(correction: Any) -> bool:
+    """Whether a correction is of an algorithm that is known, by growing sizes."""
+    find(correction["collective"], correction["algorithm"])
+    sizes, factors = zip(*correction["at"], strict=True)
+    return (
+        type(correction["cut"]) is bool
+        and all(type(size) is int and size >= 0 for size in sizes)
+        and list(sizes) == sorted(set(sizes))
+        and all(type(one) is float and 1 / FARTHEST <= one <= FARTHEST for one in factors)
+    )

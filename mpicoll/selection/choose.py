@@ -146,11 +146,18 @@ def _modelled(wanted: Wanted, rates: Rates) -> Choice:
     candidates = [
         algorithm
         for algorithm in (find(wanted.collective, name) for name in _listed(wanted.collective))
-        # Those that want a round of counts before do not pay where counts are equal.
-        if _serves(algorithm, wanted) and algorithm.knows != "transit"
+        if served(algorithm, wanted)
     ]
     chosen, segment = model.best(candidates, wanted.size, wanted.nbytes or 0, rates)
     return Choice(chosen, segment)
+
+
+def served(algorithm: Algorithm, wanted: Wanted) -> bool:
+    """Whether the cost model looks at ``algorithm`` for a call.
+
+    Not at those that want a round of counts before: that does not pay where counts are equal.
+    """
+    return _serves(algorithm, wanted) and algorithm.knows != "transit"
 
 
 #: Preferred where the model finds no difference: no copies, few messages of one step.

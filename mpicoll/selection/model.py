@@ -3,15 +3,20 @@
 Time is linear: α for a step and for a message, β for a byte on the wire, γ for a byte that
 is reduced or copied. What is multiplied with them comes from `profiles`. The rates are equal
 on all ranks, so what is derived from them is, too (law 1).
+
+One α and one β for all leave some algorithms out by a factor of two: E. Nuriyev, A. Lastovetsky,
+"A New Model-Based Approach to Performance Comparison of MPI Collective Algorithms", 2021,
+measure them for each algorithm. `Corrections` does so at a few sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import hypot, sqrt
-from typing import NamedTuple
+from math import exp, hypot, log
+from typing import NamedTuple, TypeAlias
 
 from mpicoll.algorithms import Algorithm
 from mpicoll.schedule.partition import pieces
@@ -20,7 +25,34 @@ from mpicoll.selection.profiles import profile
 KIB = 1024
 
 #: Segments that are tried, in bytes; 0 leaves blocks whole.
-SEGMENTS = (0, 32 * KIB, 128 * KIB, 512 * KIB, 2048 * KIB)
+SEGMENTS = (0, 64 * KIB, 256 * KIB, 1024 * KIB)
+
+#: Factors by bytes, growing; one is measured at a few sizes.
+Curve: TypeAlias = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Corrections:
+    """What algorithms took, divided by what the rates alone predict.
+
+    ``curves`` are by collective, algorithm, and whether blocks are cut into segments. Where
+    there is none for cut blocks, that for whole ones stands.
+    """
+
+    curves: Mapping[tuple[str, str, bool], Curve]
+
+    def factor(self, collective: str, algorithm: str, cut: bool, nbytes: int) -> float:
+        """Return the factor of a call: between two sizes by their logarithms, 1 if unknown."""
+        curve = cut and self.curves.get((collective, algorithm, True))
+        curve = curve or self.curves.get((collective, algorithm, False), ())
+        if not curve:
+            return 1.0
+        at = bisect(curve, nbytes, key=lambda point: point[0])
+        if at in (0, len(curve)):
+            return curve[max(0, at - 1)][1]
+        (low, first), (high, last) = curve[at - 1], curve[at]
+        share = log((nbytes + 1) / (low + 1)) / log((high + 1) / (low + 1))
+        return exp((1 - share) * log(first) + share * log(last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +62,7 @@ class Rates:
     ``step`` for a step that waits for a message: latency, waking up, Python's part;
     ``message`` for every message of the busier direction, ``byte`` for each of its bytes;
     ``local`` for each byte that is reduced or copied. ``load`` is how many ranks share a
-    core; 1 where each has its own.
+    core; 1 where each has its own. ``corrections`` are what single algorithms took instead.
     """
 
     step: float = 12e-6
@@ -38,12 +70,13 @@ class Rates:
     byte: float = 0.12e-9
     local: float = 0.12e-9
     load: float = 1.0
+    corrections: Corrections | None = None
 
 
 #: Where nothing was measured, on a node with a core for each rank.
 DEFAULT = Rates()
 #: Where ranks share cores and nothing was measured: a rank that waits has to be woken up.
-CROWDED = Rates(step=60e-6, message=25e-6, byte=0.25e-9, local=0.12e-9)
+CROWDED = Rates(step=20e-6, message=10e-6, byte=0.17e-9, local=0.12e-9)
 
 
 class Counts(NamedTuple):
@@ -82,21 +115,19 @@ def seconds(
 ) -> float:
     """Return the predicted time of a call on ``nbytes`` bytes.
 
-    Steps that wait for one another follow each other. A rank that shares its core waits at
-    each until the others there had their turn, and while it works it has the core for a
-    part of the time: the root of the load fits what was measured. The work of all ranks is
-    done by the cores that they have. Neither hides the other, nor do they add up: we take
-    the root of the sum of their squares.
+    Steps that wait for one another follow each other; the rates are those of a rank that
+    shares its core, where it does. The work of all ranks is done by the cores that they have.
+    Neither hides the other, nor do they add up: we take the root of the sum of their squares.
     """
     segments = pieces(_cut(algorithm.collective, size, nbytes), segment_bytes)
-    deep, wide = counts(
-        algorithm.collective, algorithm.name, size, segments if algorithm.segmented else 1
-    )
+    segments = segments if algorithm.segmented else 1
+    deep, wide = counts(algorithm.collective, algorithm.name, size, segments)
     load = max(1.0, rates.load)
-    waiting = deep.steps * rates.step
-    working = _time(deep, nbytes, rates) - waiting
-    chain = waiting * load + working * sqrt(load)
-    return hypot(chain, _time(wide, nbytes, rates) * load / size)
+    time = hypot(_time(deep, nbytes, rates), _time(wide, nbytes, rates) * load / size)
+    if rates.corrections is None:
+        return time
+    key = algorithm.collective, algorithm.name, segments > 1
+    return time * rates.corrections.factor(*key, nbytes)
 
 
 def _cut(collective: str, size: int, nbytes: int) -> int:
@@ -114,12 +145,8 @@ def _time(done: Counts, nbytes: int, rates: Rates) -> float:
 
 
 def best_segment(algorithm: Algorithm, size: int, nbytes: int, rates: Rates) -> int:
-    """Return the segment in bytes with the least predicted time; 0 leaves blocks whole.
-
-    Where ranks share cores nothing is cut: no core is idle that a pipeline could fill, and
-    every step more is a turn of all ranks on a core.
-    """
-    if not algorithm.segmented or size == 1 or rates.load > 1:
+    """Return the segment in bytes with the least predicted time; 0 leaves blocks whole."""
+    if not algorithm.segmented or size == 1:
         return 0
     whole = _cut(algorithm.collective, size, nbytes)
     tried = [segment for segment in SEGMENTS if segment < whole] or [0]

@@ -12,13 +12,15 @@ import pytest
 from mpi4py import MPI
 
 from mpicoll import Comm
-from mpicoll.algorithms import find, names
+from mpicoll.algorithms import every, find, names
 from mpicoll.cli import app, calibrate, launch, timing
 from mpicoll.cli.main import run
 from mpicoll.errors import SettingError
 from mpicoll.runtime.link import attach
 from mpicoll.runtime.place import library, place
-from mpicoll.selection.choose import Wanted, choose
+from mpicoll.schedule.contracts import COLLECTIVES
+from mpicoll.selection.calibration import listed
+from mpicoll.selection.choose import Wanted, choose, served
 from mpicoll.selection.model import CROWDED, DEFAULT, Rates, seconds
 from mpicoll.selection.settings import Settings, parse, read
 from mpicoll.selection.table import Entry, Ranked, Table, dump, load
@@ -34,6 +36,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Few rounds, no cache of the user's, and the command registered."""
     monkeypatch.setattr(app, "COMMANDS", tuple(dict.fromkeys((*app.COMMANDS, "tune"))))
     monkeypatch.setattr(timing, "FEWEST", 2)
+    monkeypatch.setattr(calibrate, "EACH", 0.0)
+    monkeypatch.setattr(calibrate, "SIZES", (8, 4096))
     monkeypatch.setattr("mpicoll.cli.main.FIRST_WORD", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.delenv("MPICOLL_TUNING", raising=False)
@@ -131,6 +135,7 @@ def test_quick_measures_rates_only(folder: Path, capsys: pytest.CaptureFixture[s
     if SIZE > 1 and WORLD.rank == 0:
         rates = read({}, where)[1].rates
         assert rates.step == told["rates"][0]["seconds"]["step"]
+        assert listed(rates.corrections) == told["rates"][0]["corrections"] != []
         assert "Rates on" in capsys.readouterr().out
 
 
@@ -254,6 +259,42 @@ def test_place() -> None:
     assert where.load >= 1
     assert where.mpi == library()
     assert len(set(WORLD.allgather(where.mpi))) == 1
+
+
+def test_every_algorithm_is_corrected_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "SIZES", (8, 1 << 12, 1 << 18))
+    monkeypatch.setattr(calibrate, "SEGMENT", 1 << 12)
+    seen: list[str] = []
+    curves = calibrate.correct(Comm(WORLD), DEFAULT, seen.append).curves
+    assert WORLD.allgather(curves) == [curves] * SIZE
+    assert seen == list(COLLECTIVES)
+    expected = {
+        (one.collective, one.name)
+        for one in every()
+        if served(one, Wanted(one.collective, SIZE)) and len(_rivals(one.collective)) > 1
+    }
+    assert {key[:2] for key in curves} == expected
+    for (collective, name, cut), curve in curves.items():
+        assert find(collective, name).segmented or not cut
+        assert len(curve) == 1 if cut else len(curve) == 3
+        assert curve[-1][0] >= 1 << 18
+    assert ("bcast", "chain", True) in curves
+
+
+def _rivals(collective: str) -> list[str]:
+    known = [find(collective, name) for name in names(collective)]
+    return [one.name for one in known if served(one, Wanted(collective, SIZE))]
+
+
+def test_a_time_twice_as_long_is_a_factor_below_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is believed for the most part."""
+
+    def timed(comm: Comm, known: Any, nbytes: int) -> Any:
+        return [(one, False, 2 * seconds(one, SIZE, nbytes, 0, DEFAULT), nbytes) for one in known]
+
+    monkeypatch.setattr(calibrate, "_timed", timed)
+    for curve in calibrate.correct(Comm(WORLD), DEFAULT).curves.values():
+        assert [factor for _, factor in curve] == pytest.approx([2**calibrate.BELIEF] * 2)
 
 
 def _samples(true: Rates, size: int) -> list[calibrate.Sample]:

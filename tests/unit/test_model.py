@@ -15,7 +15,9 @@ from mpicoll.schedule.ir import Reduce, Schedule, Step
 from mpicoll.selection.model import (
     CROWDED,
     DEFAULT,
+    KIB,
     SEGMENTS,
+    Corrections,
     Rates,
     best,
     best_segment,
@@ -132,7 +134,7 @@ def test_time_is_that_of_the_formula(load: float) -> None:
     """Binomial broadcast on 4 ranks: 2 steps deep; 3 edges, each with two ends."""
     rates = Rates(step=1, message=10, byte=100, local=1000, load=load)
     crowd = max(1.0, load)
-    deep = 2 * (1 * crowd + (10 + 100 * 5) * math.sqrt(crowd))
+    deep = 2 * (1 + 10 + 100 * 5)
     wide = (6 + 3 * (10 + 100 * 5)) * crowd / 4
     time = seconds(find("bcast", "binomial"), 4, 5, 0, rates)
     assert time == pytest.approx(math.hypot(deep, wide), rel=1e-12)
@@ -165,7 +167,35 @@ def test_segments() -> None:
     assert long > 0
     cheap = Rates(step=1e-9, message=1e-9)
     assert best_segment(chain, 8, 1 << 24, cheap) < long or long == SEGMENTS[1]
-    assert best_segment(chain, 8, 1 << 24, replace(cheap, load=2.0)) == 0
+
+
+def test_corrections_go_between_sizes_by_their_logarithms() -> None:
+    curves = {
+        ("bcast", "chain", False): ((8, 1.0), (1 << 10, 4.0), (1 << 20, 2.0)),
+        ("bcast", "chain", True): ((1 << 20, 0.5),),
+    }
+    factor = Corrections(curves).factor
+    sizes = (0, 8, 1 << 10, 1 << 15, 1 << 20, 1 << 30)
+    found = [factor("bcast", "chain", False, nbytes) for nbytes in sizes]
+    assert found == pytest.approx([1, 1, 4, 4 / math.sqrt(2), 2, 2], rel=1e-4)
+    assert all(1 < factor("bcast", "chain", False, nbytes) < 4 for nbytes in range(9, 1 << 10))
+    assert factor("bcast", "chain", True, 8) == factor("bcast", "chain", True, 1 << 30) == 0.5
+    assert factor("bcast", "binomial", False, 8) == factor("reduce", "chain", True, 8) == 1
+    assert (
+        Corrections({("reduce", "chain", False): ((8, 3.0),)}).factor("reduce", "chain", True, 8)
+        == 3
+    )  # unknown for cut blocks
+
+
+def test_corrections_change_times_and_choices() -> None:
+    both = [find("bcast", "binomial"), find("bcast", "chain")]
+    rates = Rates(load=2.0)
+    assert best(both, 8, 1 << 24, rates) == (both[1], 1024 * KIB)
+    plain = seconds(both[1], 8, 1 << 24, 256 * KIB, rates)
+    slow = replace(rates, corrections=Corrections({("bcast", "chain", True): ((8, 5.0),)}))
+    assert seconds(both[1], 8, 1 << 24, 256 * KIB, slow) == pytest.approx(5 * plain)
+    assert seconds(both[1], 8, 1 << 24, 0, slow) == seconds(both[1], 8, 1 << 24, 0, rates)
+    assert best(both, 8, 1 << 24, slow) == (both[0], 0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from mpicoll.errors import SettingError
 from mpicoll.selection.calibration import Place, cache_file, lookup, store
-from mpicoll.selection.model import CROWDED, DEFAULT, Rates
+from mpicoll.selection.model import CROWDED, DEFAULT, Corrections, Rates
 from mpicoll.selection.table import LARGEST, Crossover, Entry, Ranked, Table, dump, load, merged
 
 TABLE = Table(
@@ -298,6 +298,54 @@ def test_rates_are_kept_by_host_mpi_and_ranks(tmp_path: Path) -> None:
     assert list(file.parent.iterdir()) == [file]  # nothing half written is left
 
 
+CURVES = {
+    ("bcast", "chain", False): ((8, 1.25), (4096, 0.5)),
+    ("bcast", "chain", True): ((4096, 0.75),),
+    ("alltoall", "linear", False): ((0, 1.0),),
+}
+
+
+def test_corrections_are_kept_with_the_rates(tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    store(PLACE, replace(RATES, corrections=Corrections(CURVES)), file)
+    found = lookup(PLACE, file)
+    assert found.corrections is not None
+    assert found.corrections.curves == CURVES
+    assert replace(found, corrections=None) == RATES
+    carried = pickle.loads(pickle.dumps(found))  # rank 0 reads, and sends what it found
+    assert carried.corrections.curves == CURVES
+    store(PLACE, RATES, file)
+    assert lookup(PLACE, file) == RATES
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"algorithm": "none"},
+        {"collective": "none"},
+        {"cut": 1},
+        {"at": []},
+        {"at": [[8, 1.0], [8, 2.0]]},
+        {"at": [[-1, 1.0]]},
+        {"at": [[8.0, 1.0]]},
+        {"at": [[8, 0.0]]},
+        {"at": [[8, 1e9]]},
+        {"at": [[8, float("nan")]]},
+        {"at": [[8, 1]]},
+        {"at": [[8]]},
+        {"at": 8},
+    ],
+)
+def test_corrections_that_mean_nothing_count_as_absent(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    file = store(PLACE, replace(RATES, corrections=Corrections(CURVES)), tmp_path / "rates.json")
+    data = json.loads(file.read_text(encoding="utf-8"))
+    data["rates"][0]["corrections"][0].update(change)
+    file.write_text(json.dumps(data), encoding="utf-8")
+    assert lookup(PLACE, file) == DEFAULT
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -306,8 +354,8 @@ def test_rates_are_kept_by_host_mpi_and_ranks(tmp_path: Path) -> None:
         "null",
         "[" * 100_000,
         '{"kind": "mpicoll rates", "form": 99, "rates": []}',
-        '{"kind": "mpicoll rates", "form": 1, "rates": [null, 3, {"key": []}]}',
-        '{"kind": "mpicoll rates", "form": 1, "rates": null}',
+        '{"kind": "mpicoll rates", "form": 2, "rates": [null, 3, {"key": []}]}',
+        '{"kind": "mpicoll rates", "form": 2, "rates": null}',
     ],
 )
 def test_a_broken_cache_counts_as_absent(text: str, tmp_path: Path) -> None:
