@@ -1,8 +1,9 @@
 """The patterns that people use collectives for: data parallel training and its helpers.
 
-There is no autograd here: gradients are brought. Arrays are NumPy's. Every constructor and
-function takes a wrapped or a plain mpi4py intracommunicator, the world without one. Names are
-loaded when first used.
+There is no autograd here: gradients are brought. Arrays are NumPy's, or CuPy's of the current
+device: what is of their size stays there, on the caller's current stream, and a rank may have on
+its device what another has on the host. Every constructor and function takes a wrapped or a plain
+mpi4py intracommunicator, the world without one. Names are loaded when first used.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 Count, mean and sum of squared deviations of each rank are merged by the formula of T. F. Chan,
 G. H. Golub and R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
 Variances" (1979), which never subtracts large sums of squares. Every rank merges the same
-numbers in rank order, one rounded operation at a time: all get the same bits.
+numbers in rank order, one rounded operation at a time: all get the same bits. That is done on
+the host; what has the size of a batch stays where it is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +19,17 @@ from mpi4py import MPI
 
 from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree, wrapped
-
-Array: TypeAlias = npt.NDArray[Any]
+from mpicoll.parallel.library import (
+    EXPECTED,
+    Array,
+    as_array,
+    beside,
+    is_array,
+    library,
+    on_host,
+    place,
+    to_host,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +65,10 @@ class Moments:
 
 
 class BatchNormGradients(NamedTuple):
-    """Gradients of a loss: of the input, and this rank's part of those of weight and bias."""
+    """Gradients of a loss: of the input, and this rank's part of those of weight and bias.
+
+    The first is where the input is, the others where the weight is, or the input without one.
+    """
 
     x: Array
     weight: Array
@@ -68,6 +81,13 @@ class SyncBatchNorm:
     Inputs have ``channels`` entries along ``axis`` and any other extent, which may differ between
     ranks and be zero on some; of any real floating dtype. Statistics are in ``dtype``,
     float64 or longdouble. Weight and bias are the caller's, one value per channel.
+
+    Inputs are NumPy's, or CuPy's with statistics in float64; a rank may have on its device what
+    another has on the host. What has the shape of an input is where that is; statistics are
+    always on the host, and weight and bias on either side. So `forward` and `backward`, and what
+    they are made of, wait for the device once, for 2 ``channels`` sums; `infer` does not. A
+    device adds the values of its rank in an order of its own, the same in every run; what the
+    ranks make of the sums has the same bits on all.
 
     The constructor is collective and raises ValueError on every rank if arguments differ or
     are wrong. The methods are collective where they say so; an input that does not fit raises
@@ -109,10 +129,10 @@ class SyncBatchNorm:
             return Moments(0, zeros, zeros)
         with np.errstate(all="ignore"):
             mean = rows.mean(axis=1)
-            apart = rows - mean[:, np.newaxis]
-            np.multiply(apart, apart, out=apart)
-            deviation = apart.sum(axis=1)
-        return Moments(count, mean, deviation)
+            rows -= mean[:, np.newaxis]
+            rows *= rows
+            own = to_host(library(rows).stack([mean, rows.sum(axis=1)]))
+        return Moments(count, *own)
 
     def statistics(self, x: Array) -> Moments:
         """Return the moments of the values of all ranks, the same bits on every rank.
@@ -191,40 +211,60 @@ class SyncBatchNorm:
             scale = 1 / np.sqrt(moments.variance + self.eps)
             mean_grad, mean_product = sums / max(1, moments.count)
             slope = mean_product * scale * scale
-            apart = x.astype(self.dtype) - self._wide(moments.mean, x.ndim)
-            apart *= self._wide(slope, x.ndim)
-            by_x = grad.astype(self.dtype) - self._wide(mean_grad, x.ndim) - apart
-            by_x *= self._wide(scale if weight is None else scale * weight, x.ndim)
-        return BatchNormGradients(by_x.astype(x.dtype), own[1] * scale, own[0])
+            by_weight = own[1] * scale
+            means, slopes, back = beside(np.stack([moments.mean, slope, scale]), x)
+            if weight is not None:
+                back = back * self._given(weight, x)
+            apart = x.astype(self.dtype)
+            apart -= self._wide(means, x.ndim)
+            apart *= self._wide(slopes, x.ndim)
+            by_x = grad.astype(self.dtype)
+            by_x -= self._wide(beside(mean_grad, x), x.ndim)
+            by_x -= apart
+            by_x *= self._wide(back, x.ndim)
+        like = x if weight is None else as_array(weight)
+        return BatchNormGradients(
+            by_x.astype(x.dtype), beside(by_weight, like), beside(own[0], like)
+        )
 
     # -- inner ------------------------------------------------------------------------
 
     def _sums(self, grad: Array, x: Array, moments: Moments) -> Array:
         self._check(x, "x")
         self._check(grad, "grad")
+        if place(grad) != place(x):
+            raise ValueError(self._said(f"grad is on {place(grad)}; expected {place(x)}, as x"))
         if grad.shape != x.shape:
             raise ValueError(
                 self._said(f"grad has shape {grad.shape}; expected that of x, {x.shape}")
             )
         grads, apart = self._rows(grad), self._rows(x)
         with np.errstate(all="ignore"):
-            apart -= moments.mean[:, np.newaxis]
+            apart -= beside(moments.mean, x)[:, np.newaxis]
             apart *= grads
-            return np.stack([grads.sum(axis=1), apart.sum(axis=1)])
+            return to_host(library(x).stack([grads.sum(axis=1), apart.sum(axis=1)]))
 
     def _normalised(
         self, x: Array, mean: Array, variance: Array, weight: Array | None, bias: Array | None
     ) -> Array:
         with np.errstate(all="ignore"):
-            scale = 1 / np.sqrt(variance + self.eps)
+            means, scale = beside(np.stack([mean, 1 / np.sqrt(variance + self.eps)]), x)
             if weight is not None:
-                scale = scale * weight
-            y = x.astype(self.dtype) - self._wide(mean, x.ndim)
+                scale = scale * self._given(weight, x)
+            y = x.astype(self.dtype)
+            y -= self._wide(means, x.ndim)
             y *= self._wide(scale, x.ndim)
             if bias is not None:
-                y += self._wide(np.asarray(bias, self.dtype), x.ndim)
+                y += self._wide(self._given(bias, x), x.ndim)
             result: Array = y.astype(x.dtype)
         return result
+
+    def _given(self, values: Array, x: Array) -> Array:
+        """Return weight or bias in ``dtype``, where ``x`` is."""
+        array = as_array(values)
+        if on_host(array):  # before it goes to a device, which has no longdouble
+            array = array.astype(self.dtype, copy=False)
+        return beside(array, x).astype(self.dtype, copy=False)
 
     def _wide(self, channels: Array, ndim: int) -> Array:
         """Return values per channel in a shape that goes with inputs of ``ndim`` axes."""
@@ -235,14 +275,23 @@ class SyncBatchNorm:
     def _rows(self, x: Array) -> Array:
         """Return a copy of ``x``, one row of ``dtype`` per channel."""
         self._check(x, "x")
-        rows = np.moveaxis(x, self.axis, 0)
+        rows: Array = library(x).moveaxis(x, self.axis, 0)
         width = x.size // self.channels
         return rows.astype(self.dtype).reshape(self.channels, width)
 
     def _check(self, x: object, what: str) -> None:
-        if not isinstance(x, np.ndarray) or not _is_real(x.dtype):
-            kind = x.dtype if isinstance(x, np.ndarray) else type(x).__name__
-            raise ValueError(self._said(f"{what} is of {kind}; expected an array of real floats"))
+        if not is_array(x) or not _is_real(x.dtype):
+            kind = x.dtype if is_array(x) else type(x).__name__
+            raise ValueError(
+                self._said(f"{what} is of {kind}; expected {EXPECTED} of real floats")
+            )
+        if not on_host(x) and self.dtype != np.float64:
+            raise ValueError(
+                self._said(
+                    f"{what} is on {place(x)}, where statistics in {self.dtype} are not to be "
+                    "had; pass dtype=float64 to the constructor, or NumPy arrays"
+                )
+            )
         extent = x.shape[self.axis] if -x.ndim <= self.axis < x.ndim else None
         if extent != self.channels:
             raise ValueError(
@@ -255,10 +304,9 @@ class SyncBatchNorm:
     def _check_affine(self, weight: Array | None, bias: Array | None) -> None:
         for name, values in (("weight", weight), ("bias", bias)):
             shape = (self.channels,)
-            if values is not None and np.shape(values) != shape:
-                raise ValueError(
-                    self._said(f"{name} has shape {np.shape(values)}; expected {shape}")
-                )
+            found = values.shape if is_array(values) else np.shape(cast(Any, values))
+            if values is not None and found != shape:
+                raise ValueError(self._said(f"{name} has shape {found}; expected {shape}"))
 
     def _said(self, what: str) -> str:
         return f"SyncBatchNorm on rank {self.comm.rank}: {what}"

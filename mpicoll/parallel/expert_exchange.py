@@ -11,7 +11,8 @@ import numpy as np
 
 from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree
-from mpicoll.parallel.routing import DTYPES, Array, Assignment, Choices, Ints
+from mpicoll.parallel.library import Array, gather, library, scatter
+from mpicoll.parallel.routing import DTYPES, Assignment, Choices, Ints
 from mpicoll.schedule.partition import offsets
 
 #: Over what the capacity of an expert is counted: the tokens of one rank, or of all.
@@ -146,19 +147,19 @@ class Plan:
     def send(self, rows: Array) -> Array:
         """Bring rows in the order of the assignment to the experts."""
         received = self._exchange(rows, self.sends, self.receives)
-        return received if self.to_expert is None else received[self.to_expert]
+        return received if self.to_expert is None else gather(received, self.to_expert)
 
     def back(self, rows: Array) -> Array:
         """Bring rows of the experts back into the order of the assignment."""
         if self.to_expert is not None:
-            arranged = np.empty_like(rows)
-            arranged[self.to_expert] = rows
+            arranged = library(rows).empty(rows.shape, rows.dtype)
+            scatter(arranged, self.to_expert, rows)
             rows = arranged
         return self._exchange(rows, self.receives, self.sends)
 
     def _exchange(self, rows: Array, sends: list[int], receives: list[int]) -> Array:
         width = rows.shape[1]
-        received = np.empty((sum(receives), width), rows.dtype)
+        received: Array = library(rows).empty((sum(receives), width), rows.dtype)
         self.comm.Alltoallv(
             [rows, [count * width for count in sends]],
             [received, [count * width for count in receives]],

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree
 from mpicoll.parallel.expert_exchange import problem_of
-from mpicoll.parallel.routing import Array, Choices, Ints, choices_of, count_of, floats, wide
+from mpicoll.parallel.library import Array, as_array, beside, dense, library, to_host
+from mpicoll.parallel.routing import Choices, Ints, choices_of, count_of, floats, widened
 from mpicoll.schedule.partition import offsets
 
 Floats = npt.NDArray[np.float64]
@@ -68,8 +69,9 @@ def _hottest_over_mean(rows: Ints) -> float:
 class BalanceLoss:
     """The load-balancing loss over all ranks, and its gradient for this rank's tokens.
 
-    ``gradient`` has shape and dtype of the probabilities. ``fractions`` are the shares of
-    the choices that name each expert, ``means`` the mean probability of each.
+    ``gradient`` has shape and dtype of the probabilities, and is where they are; the others
+    are on the host. ``fractions`` are the shares of the choices that name each expert,
+    ``means`` the mean probability of each.
     """
 
     loss: float
@@ -91,7 +93,7 @@ def balance_loss(
     tokens, k = len(router), choices.count
     # All but the sums are whole numbers, exact up to 2**53. Equal k on all ranks is what
     # makes the square of the sum the sum of the squares times their number.
-    sums = wide(router).sum(axis=0, dtype=np.float64)
+    sums = to_host(widened(router).sum(axis=0, dtype=np.float64))
     counts = count_of(choices.experts, experts)
     vector = np.concatenate(([problem is not None, k, k * k, tokens], counts, sums))
     total = np.empty_like(vector)
@@ -101,10 +103,10 @@ def balance_loss(
         raise AssertionError("sums differ, words do not")
     every = max(1.0, total[3])
     fractions, means = total[4 : 4 + experts] / (every * k), total[4 + experts :] / every
-    slope = scale * experts * fractions / every
+    slope = beside((scale * experts * fractions / every).astype(router.dtype), router)
     return BalanceLoss(
         scale * experts * float(np.sum(fractions * means)),
-        np.broadcast_to(slope.astype(router.dtype), router.shape).copy(),
+        library(router).broadcast_to(slope, router.shape).copy(),
         fractions,
         means,
     )
@@ -113,7 +115,7 @@ def balance_loss(
 def _checked(
     probabilities: npt.ArrayLike, numbers: npt.ArrayLike, experts: int
 ) -> tuple[Array, Choices]:
-    router = floats(np.asarray(probabilities), "probabilities")
+    router = floats(as_array(probabilities), "probabilities")
     if router.ndim != 2 or router.shape[1] != experts:
         raise ValueError(f"probabilities of shape {router.shape}; expected (any, {experts})")
-    return np.ascontiguousarray(router), choices_of(numbers, None, len(router), experts)
+    return dense(router), choices_of(numbers, None, router, experts)

@@ -33,8 +33,8 @@ from mpicoll.parallel.expert_exchange import (
     problem_of,
 )
 from mpicoll.parallel.expert_load import BalanceLoss, Load, balance_loss
+from mpicoll.parallel.library import Array, gather, library, scatter
 from mpicoll.parallel.routing import (
-    Array,
     Choices,
     Flags,
     Ints,
@@ -45,10 +45,10 @@ from mpicoll.parallel.routing import (
     choices_of,
     count_of,
     factor_of,
-    narrow,
+    narrowed,
     rows_of,
     sum_choices,
-    wide,
+    widened,
 )
 from mpicoll.schedule.partition import offsets, split
 
@@ -77,6 +77,9 @@ class ExpertDispatch:
     tokens; the rest is dropped. The factor is the decimal that is written: 1.1 is 11/10.
 
     ``algorithm`` names that of the exchange of rows, an Alltoallv.
+
+    Tokens are NumPy's, or CuPy's, and then all rows stay on the device; each rank has its own
+    where it wants, with the same results. Who goes where is decided on the host.
 
     Making one is collective (an allgather of 24 bytes per rank), and all ranks pass the
     same; raises ValueError on every rank if they do not or if one passes what means nothing.
@@ -131,7 +134,10 @@ class ExpertDispatch:
 
         ``weights``, of the shape of ``experts``, are for `Dispatched.combine`; without
         them all are 1. n may differ between ranks and be 0; hidden size, dtype (float16,
-        bfloat16, float32, float64) and the number of choices may not.
+        bfloat16, float32, float64) and the number of choices may not. Tokens of a device bring
+        what arrives here to that device, also where n is 0; weights have to lie where the
+        tokens do. Expert numbers may lie on either side: the counts are the host's, which
+        waits for numbers of a device.
 
         Sends: an Alltoall of ``6 + max(owners)`` int64 to each rank; where the capacity is
         over the world one more of ``max(owners)``; then an Alltoallv of the rows that are
@@ -166,7 +172,7 @@ class ExpertDispatch:
             by_expert(sizes),
         )
         return Dispatched(
-            plan.send(batch.rows[assignment.tokens]),
+            plan.send(gather(batch.rows, assignment.tokens)),
             sizes.sum(axis=0),
             self.mine,
             None if limits is None else capacity,
@@ -184,7 +190,8 @@ class ExpertDispatch:
         constant, so the gradient for each token is ``scale * E * f / tokens``, of this
         global loss: gradients of parameters are to be summed over ranks, not averaged.
 
-        Sums are in float64; all ranks get the same bits. One Allreduce of ``4 + 2 E``
+        Sums are in float64; all ranks get the same bits. A device adds the probabilities of its
+        rank in an order of its own, and the host waits for the sums. One Allreduce of ``4 + 2 E``
         float64. Raises ValueError on every rank where one passes what `dispatch` refuses,
         or probabilities of another shape or type.
         """
@@ -194,7 +201,7 @@ class ExpertDispatch:
         self, tokens: npt.ArrayLike, experts: npt.ArrayLike, weights: npt.ArrayLike | None
     ) -> tuple[Array, Choices]:
         rows = rows_of(tokens, "tokens", (None, None))
-        return rows, choices_of(experts, weights, len(rows), self.experts)
+        return rows, choices_of(experts, weights, rows, self.experts)
 
     def _capacity(self, tokens: int, choices: Choices) -> int:
         assert self.settings.factor is not None
@@ -226,6 +233,9 @@ class Dispatched:
     of their ranks, then of their tokens. ``counts`` are rows per own expert, ``experts``
     their numbers; ``capacity`` is the most rows of an expert (from this rank, or from all,
     as it is counted), None without a limit.
+
+    ``tokens`` are where this rank's tokens are that were dispatched; rows that are given back
+    have to lie there too, and what returns does. Counts and flags are on the host.
 
     `combine`, `restore`, `deliver`, `backward` and `load` are collective and may be called
     any number of times. All but `load` begin with an allgather of 24 bytes per rank, by which
@@ -271,10 +281,10 @@ class Dispatched:
     def restore(self, outputs: npt.ArrayLike) -> Array:
         """Bring output rows back without a sum: (n, choices, width), 0 where dropped."""
         rows = self._returned("restore", outputs)
-        where, kept = self._plan.assignment.where, self.kept
-        restored = np.zeros((*where.shape, rows.shape[1]), rows.dtype)
-        restored[kept] = rows[where[kept]]
-        return restored
+        where = self._plan.assignment.where
+        restored: Array = library(rows).zeros((where.size, rows.shape[1]), rows.dtype)
+        scatter(restored, self._plan.assignment.order, rows)
+        return restored.reshape(*where.shape, rows.shape[1])
 
     def deliver(self, rows: npt.ArrayLike) -> Array:
         """Send a row per choice, (n, choices, width), the way that the tokens went.
@@ -283,8 +293,10 @@ class Dispatched:
         choices are not sent.
         """
         plan, where = self._plan, self._plan.assignment.where
-        given = plan.agreed("deliver", lambda: rows_of(rows, "rows", (*where.shape, None)))
-        return plan.send(given.reshape(where.size, given.shape[-1])[plan.assignment.order])
+        shape = *where.shape, None
+        given = plan.agreed("deliver", lambda: rows_of(rows, "rows", shape, None, self.tokens))
+        each = given.reshape(where.size, given.shape[-1])
+        return plan.send(gather(each, plan.assignment.order))
 
     def backward(self, gradient: npt.ArrayLike) -> Array:
         """Return the gradient of the dispatched tokens, (n, hidden), from that of ``tokens``.
@@ -307,7 +319,8 @@ class Dispatched:
         """Return rows of the experts, at the ranks of their tokens."""
         shape = (len(self.tokens), None if like is None else like.shape[1])
         what, dtype = ("outputs", None) if like is None else ("gradient", like.dtype)
-        return self._plan.back(self._plan.agreed(where, lambda: rows_of(rows, what, shape, dtype)))
+        given = self._plan.agreed(where, lambda: rows_of(rows, what, shape, dtype, self.tokens))
+        return self._plan.back(given)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,21 +340,23 @@ class Combined:
         The first lies as the outputs did, at their experts: weight times gradient, which is
         rounded once and sent by an Alltoallv. The second has shape and dtype of the weights
         (without weights the dtype of the sums), and is 0 for what was dropped.
-        ``gradient`` has shape and dtype of ``tokens``. Collective; raises as `Dispatched` says.
+        ``gradient`` has shape and dtype of ``tokens``. A device adds the products of a row for
+        the second in an order of its own. Collective; raises as `Dispatched` says.
         """
         plan, like = self._plan, self.tokens
         given = plan.agreed(
-            "combine backward", lambda: rows_of(gradient, "gradient", like.shape, like.dtype)
+            "combine backward",
+            lambda: rows_of(gradient, "gradient", like.shape, like.dtype, like),
         )
         assignment, weights = plan.assignment, plan.choices.weights
-        picked = wide(given)[assignment.tokens]
-        slots = np.zeros(assignment.where.size, picked.dtype)
+        picked = gather(widened(given), assignment.tokens)
+        slots: Array = library(given).zeros(assignment.where.size, picked.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            slots[assignment.order] = (picked * wide(self.rows)).sum(axis=1)
+            scatter(slots, assignment.order, (picked * widened(self.rows)).sum(axis=1))
             if weights is not None:
-                scale = weights.reshape(-1)[assignment.order, None]
-                picked *= scale.astype(picked.dtype)
+                scale = gather(weights.reshape(-1), assignment.order)
+                picked *= scale[:, None].astype(picked.dtype)
         of_weights = slots if plan.choices.flat else slots.reshape(assignment.where.shape)
         if weights is not None:
-            of_weights = narrow(of_weights, weights.dtype)
-        return plan.send(narrow(picked, given.dtype)), of_weights
+            of_weights = narrowed(of_weights, weights.dtype)
+        return plan.send(narrowed(picked, given.dtype)), of_weights

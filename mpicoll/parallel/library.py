@@ -72,14 +72,44 @@ def address(array: Array) -> int:
 
 
 def writeable(array: Array) -> bool:
-    """Whether elements can be set; CuPy knows no read-only arrays."""
-    return bool(getattr(array.flags, "writeable", True))
+    """Whether elements can be set; CuPy has no such flag, and so takes what repeats none."""
+    if on_host(array):
+        return bool(array.flags.writeable)
+    lengths = zip(array.strides, array.shape, strict=True)
+    return not (array.size and any(step == 0 and length > 1 for step, length in lengths))
 
 
 def to_host(array: Array) -> Array:
     """Return a NumPy array of the same elements: itself, or a copy that is there."""
     found: Array = array if on_host(array) else library(array).asnumpy(array)
     return found
+
+
+def as_array(value: Any, like: Array | None = None) -> Array:
+    """Return an array of either library as it is; what else makes one, where ``like`` is."""
+    if is_array(value):
+        return value
+    made = np.asarray(value)
+    return made if like is None else beside(made, like)
+
+
+def beside(array: Array, like: Array) -> Array:
+    """Return an array where ``like`` is: itself, or a copy; one to the host waits for it."""
+    if on_host(like):
+        return to_host(array)
+    there: Array = library(like).asarray(array)
+    return there
+
+
+def gather(rows: Array, index: Array) -> Array:
+    """Return the rows that an index of the host names."""
+    found: Array = rows[beside(index, rows)]
+    return found
+
+
+def scatter(target: Array, index: Array, rows: Array) -> None:
+    """Set the rows that an index of the host names, each once."""
+    target[beside(index, target)] = rows
 
 
 def dense(array: Array) -> Array:
@@ -127,13 +157,30 @@ def scale(flat: Array, factor: float) -> None:
 
 def squares(flat: Array) -> float:
     """Return the sum of squared magnitudes in float64, in an order that its length decides."""
-    parts = real_parts(flat)
     if not on_host(flat):
-        wide = parts.astype(np.float64)
-        return float((wide * wide).sum())
-    total = 0.0
+        return float(_squares_there(flat))
+    parts, total = real_parts(flat), 0.0
     with np.errstate(all="ignore"):
         for low in range(0, parts.size, _PIECE):
             wide = parts[low : low + _PIECE].astype(np.float64)
             total += float(np.add.reduce(wide * wide))
     return total
+
+
+def total_squares(flats: Iterable[Array]) -> float:
+    """Return the sum of the `squares` of several arrays; a device is waited for once."""
+    here, there = 0.0, None
+    for flat in flats:
+        if on_host(flat):
+            here += squares(flat)
+        else:
+            part = _squares_there(flat)
+            there = part if there is None else there + part
+    return here if there is None else here + float(there)
+
+
+def _squares_there(flat: Array) -> Any:
+    """Return the sum of squared magnitudes, left on the device."""
+    wide = real_parts(flat).astype(np.float64)
+    wide *= wide
+    return wide.sum()

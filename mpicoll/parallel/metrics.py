@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 from mpi4py import MPI
@@ -26,15 +26,19 @@ def average_metrics(
     Collective: the names are compared by an allgather of 24 bytes per rank; then one reduce of
     one float64 per metric and one more, in rank order, so the same bits every run.
 
+    Numbers may be arrays of one element on either side; each one of a device is waited for.
+
     Raises ValueError on every rank if the names or their order differ, or a weight is negative or
     not finite.
     """
     given = wrapped(comm)
-    problem = _problem(metrics, weight)
-    entries = [] if problem else [f"root={root}", *(f"metric {name!r}" for name in metrics)]
+    entries, share, values, problem = [f"root={root}"], 0.0, [0.0], None
+    try:
+        share, values = _numbers(metrics, weight)
+        entries += [f"metric {name!r}" for name in metrics]
+    except ValueError as error:
+        problem = str(error)
     agree(given, "average_metrics", entries, problem=problem)
-    share = float(weight)
-    values = [float(value) for value in metrics.values()]
     with np.errstate(all="ignore"):
         sums = np.array([1.0, *values]) * share if share else np.zeros(1 + len(values))
     totals = np.empty_like(sums) if given.rank == root else None
@@ -46,15 +50,21 @@ def average_metrics(
     return dict(zip(metrics, (totals[1:] / totals[0]).tolist(), strict=True))
 
 
-def _problem(metrics: object, weight: object) -> str | None:
-    """Say what is wrong with arguments, of whatever type: the other ranks have to hear of it."""
+def _numbers(metrics: object, weight: object) -> tuple[float, list[float]]:
+    """Return arguments, of whatever type, as numbers; each is read once."""
     if not isinstance(metrics, Mapping):
-        return f"metrics of type {type(metrics).__name__}; expected numbers by name"
-    for name, value in [("weight", weight), *metrics.items()]:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            return f"{name!r} of type {type(value).__name__}; expected a number"
-        if name == "weight" and value is weight and not (number >= 0 and math.isfinite(number)):
-            return f"weight {number}; expected a finite number, 0 or more"
-    return None
+        raise ValueError(f"metrics of type {type(metrics).__name__}; expected numbers by name")
+    share = _number("weight", weight)
+    if not (share >= 0 and math.isfinite(share)):
+        raise ValueError(f"weight {share}; expected a finite number, 0 or more")
+    return share, [_number(name, value) for name, value in metrics.items()]
+
+
+def _number(name: object, value: Any) -> float:
+    try:
+        return float(value)
+    except Exception as error:  # whatever it is, the other ranks wait for this one
+        words = f"{name!r} of type {type(value).__name__}; expected a number"
+        if not isinstance(error, TypeError | ValueError):  # of the device, say
+            words += f", got {type(error).__name__}: {error}"
+        raise ValueError(words) from error

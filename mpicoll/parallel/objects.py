@@ -21,8 +21,9 @@ def broadcast_object(value: _T, comm: MPI.Intracomm | None = None, root: int = 0
     """Return the root's object on all ranks: configuration, a vocabulary, what can be pickled.
 
     What other ranks pass is ignored; on the root the object itself comes back, elsewhere a
-    copy. Collective: a broadcast of 8 bytes, then one of the pickle, of any length. Raises
-    ValueError on every rank if the root's object can not be pickled.
+    copy. Arrays in it are pickled as their library does it: CuPy's by way of the host, to the
+    current device of each rank. Collective: a broadcast of 8 bytes, then one of the pickle, of
+    any length. Raises ValueError on every rank if the root's object can not be pickled.
     """
     given = wrapped(comm)
     data, failure = b"", ""

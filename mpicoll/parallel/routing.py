@@ -1,4 +1,7 @@
-"""The local half of expert dispatch: checks, order, capacity and sums; nothing is sent here."""
+"""The local half of expert dispatch: checks, order, capacity and sums; nothing is sent here.
+
+Who goes where is decided on the host. Rows, weights and their sums stay where they are.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicoll import kernels
+from mpicoll.parallel.library import (
+    Array,
+    as_array,
+    beside,
+    dense,
+    gather,
+    library,
+    narrow,
+    place,
+    to_host,
+    widen,
+)
 
-Array: TypeAlias = npt.NDArray[Any]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
@@ -28,6 +42,7 @@ DTYPES = tuple(map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32, np.flo
 class Choices:
     """Where tokens want to go: expert numbers and weights, (tokens, choices) each.
 
+    The numbers are on the host, the weights where the tokens are.
     ``flat`` says that both came with one axis; the gradient of the weights goes out so.
     """
 
@@ -42,10 +57,13 @@ class Choices:
 
 
 def choices_of(
-    experts: npt.ArrayLike, weights: npt.ArrayLike | None, tokens: int, count: int
+    experts: npt.ArrayLike, weights: npt.ArrayLike | None, rows: Array, count: int
 ) -> Choices:
-    """Return the choices of ``tokens`` tokens among ``count`` experts; raises ValueError."""
-    given = np.asarray(experts)
+    """Return the choices of each of ``rows`` among ``count`` experts; raises ValueError.
+
+    Numbers on a device are waited for.
+    """
+    given, tokens = to_host(as_array(experts)), len(rows)
     if given.dtype.kind not in "iu" and given.size:
         raise ValueError(f"expert numbers of {given.dtype}; expected integers")
     if given.ndim not in (1, 2) or len(given) != tokens:
@@ -57,7 +75,9 @@ def choices_of(
     if not 1 <= numbers.shape[1] <= count:
         raise ValueError(f"{numbers.shape[1]} choices per token; expected 1 to {count}")
     _refuse_wrong_numbers(numbers, count)
-    kept = None if weights is None else _weights(weights, given).reshape(numbers.shape).copy()
+    kept = None
+    if weights is not None:
+        kept = _weights(weights, given, rows).reshape(numbers.shape).copy()
     return Choices(numbers.astype(np.int64), kept, given.ndim == 1)
 
 
@@ -79,8 +99,8 @@ def _refuse_wrong_numbers(numbers: Array, count: int) -> None:
         )
 
 
-def _weights(weights: npt.ArrayLike, experts: Array) -> Array:
-    given = np.asarray(weights)
+def _weights(weights: npt.ArrayLike, experts: Array, rows: Array) -> Array:
+    given = placed(weights, "weights", rows)
     if given.shape != experts.shape:
         raise ValueError(
             f"weights of shape {given.shape}; expected that of the expert numbers, {experts.shape}"
@@ -95,11 +115,26 @@ def floats(array: Array, what: str) -> Array:
     return array
 
 
+def placed(values: npt.ArrayLike, what: str, tokens: Array) -> Array:
+    """Return an array where the tokens are; one that is elsewhere is not moved unasked."""
+    array = as_array(values, tokens)
+    if place(array) != place(tokens):
+        raise ValueError(f"{what} on {place(array)}; expected {place(tokens)}, as the tokens")
+    return array
+
+
 def rows_of(
-    rows: npt.ArrayLike, what: str, shape: Sequence[int | None], dtype: np.dtype[Any] | None = None
+    rows: npt.ArrayLike,
+    what: str,
+    shape: Sequence[int | None],
+    dtype: np.dtype[Any] | None = None,
+    tokens: Array | None = None,
 ) -> Array:
-    """Return ``rows`` as a dense array; None stands for any extent, and for any of `DTYPES`."""
-    array = np.asarray(rows)
+    """Return ``rows`` as a dense array; None stands for any extent, and for any of `DTYPES`.
+
+    With ``tokens`` they have to be where those are.
+    """
+    array = as_array(rows) if tokens is None else placed(rows, what, tokens)
     allowed = DTYPES if dtype is None else (dtype,)
     if array.dtype not in allowed:
         names = ", ".join(one.name for one in allowed)
@@ -109,7 +144,7 @@ def rows_of(
     ):
         wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise ValueError(f"{what} of shape {array.shape}; expected ({wanted})")
-    return np.ascontiguousarray(array)
+    return dense(array)
 
 
 # -- who goes where ---------------------------------------------------------------------
@@ -209,24 +244,22 @@ def by_expert(counts: Ints) -> Ints | None:
 # -- sums -------------------------------------------------------------------------------
 
 
-def wide(rows: Array) -> Array:
+def widened(rows: Array) -> Array:
     """Return 16-bit floats as float32, others as they are."""
-    half = kernels.half(rows.dtype)
-    if half is None:
+    if kernels.half(rows.dtype) is None:
         return rows
-    result = np.empty(rows.shape, np.float32)
-    half.widen(result.reshape(-1), np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+    result: Array = library(rows).empty(rows.shape, np.float32)
+    widen(result, dense(rows))
     return result
 
 
-def narrow(values: Array, dtype: np.dtype[Any]) -> Array:
+def narrowed(values: Array, dtype: np.dtype[Any]) -> Array:
     """Return ``values`` rounded to ``dtype``, once."""
-    half = kernels.half(dtype)
-    if half is None or values.dtype != np.float32:
+    if kernels.half(dtype) is None or values.dtype != np.float32:
         with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(dtype, copy=False)
-    result = np.empty(values.shape, dtype)
-    half.narrow(result.reshape(-1).view(np.uint8), np.ascontiguousarray(values).reshape(-1))
+    result: Array = library(values).empty(values.shape, dtype)
+    narrow(result, dense(values))
     return result
 
 
@@ -239,16 +272,21 @@ def sum_choices(rows: Array, where: Ints, weights: Array | None) -> Array:
     """Return for each token the sum of its rows, times their weights, first choice first.
 
     A choice that was dropped adds nothing, whatever its weight. Done in `accumulator`, and
-    rounded once to the dtype of ``rows``.
+    rounded once to the dtype of ``rows``. Each product and each sum is an operation of its
+    own, so a device gives the bits of the host.
     """
-    total = np.zeros((len(where), rows.shape[1]), accumulator(rows.dtype))
+    shape = len(where), rows.shape[1]
+    total: Array = library(rows).zeros(shape, accumulator(rows.dtype))
     with np.errstate(over="ignore", invalid="ignore"):
         for choice, at in enumerate(where.T):
-            kept: Any = at >= 0
-            if kept.all():
-                kept = slice(None)
-            part = wide(rows[at[kept]])
+            kept = np.flatnonzero(at >= 0)
+            every = len(kept) == len(at)
+            part = widened(gather(rows, at if every else at[kept]))
             if weights is not None:
-                part *= weights[kept, choice, None].astype(total.dtype)
-            total[kept] += part
-    return narrow(total, rows.dtype)
+                scale = weights[:, choice] if every else gather(weights[:, choice], kept)
+                part *= scale[:, None].astype(total.dtype)
+            if every:
+                total += part
+            else:
+                total[beside(kept, total)] += part
+    return narrowed(total, rows.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from math import prod
 from typing import Any, TypeAlias
 
@@ -12,11 +13,22 @@ from mpi4py import MPI
 
 from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree, wrapped
+from mpicoll.parallel.library import (
+    EXPECTED,
+    Array,
+    dense,
+    gather,
+    is_array,
+    library,
+    scattered,
+)
 from mpicoll.parallel.objects import broadcast_object
 from mpicoll.schedule.partition import offsets, split
 
-Array: TypeAlias = npt.NDArray[Any]
 Indices: TypeAlias = npt.NDArray[np.int64]
+
+#: What the ranks have to know of an array: the shape of a row, the dtype, the library's name.
+_Form: TypeAlias = tuple[tuple[int, ...], np.dtype[Any], str]
 
 
 class EpochSampler:
@@ -24,8 +36,9 @@ class EpochSampler:
 
     Every epoch shuffles the ``count`` samples by (seed, epoch) and cuts them over the ranks:
     each sample on one rank, none twice and none left out, in shares that differ by one at
-    most. Nothing is sent but for the constructor, which is collective and raises ValueError on
-    every rank if arguments (or versions of NumPy, whose shuffle this is) differ or are wrong.
+    most. Indices are NumPy's, also for data on a device. Nothing is sent but for the
+    constructor, which is collective and raises ValueError on every rank if arguments (or
+    versions of NumPy, whose shuffle this is) differ or are wrong.
     """
 
     def __init__(
@@ -81,17 +94,24 @@ def scatter_dataset(
     ranks pass is ignored. ``seed`` shuffles the rows before, alike in all arrays; None keeps
     their order. Each row goes to one rank, in shares that differ by one at most and may be
     empty. Collective: one broadcast of the shapes, then a scatter per array; the root holds
-    one shuffled array more at a time. Raises ValueError on every rank if the root's arguments are
-    wrong.
+    one shuffled array more at a time.
+
+    What is NumPy's on the root is NumPy's on all ranks. What is CuPy's, of one device, is
+    CuPy's on the current device of each rank, which imports it; before anything is sent, the
+    ranks hear by one more allgather whether all could.
+
+    Raises ValueError on every rank if the root's arguments are wrong, or a rank can not hold
+    arrays of a device.
     """
     given = wrapped(comm)
-    plan: tuple[str | None, int, list[tuple[tuple[int, ...], np.dtype[Any]]]] = (None, 0, [])
+    plan: tuple[str | None, int, list[_Form]] = (None, 0, [])
     order: Indices | None = None
     if given.rank == root:
         problem = _unfit(arrays, seed)
         if problem is None and arrays is not None:
             count = len(arrays[0])
-            plan = None, count, [(one.shape[1:], one.dtype) for one in arrays]
+            forms = [(one.shape[1:], one.dtype, library(one).__name__) for one in arrays]
+            plan = None, count, forms
             if seed is not None:
                 order = np.random.default_rng(seed).permutation(count)
         else:
@@ -100,32 +120,45 @@ def scatter_dataset(
     if problem is not None:
         raise ValueError(f"scatter_dataset on rank {given.rank}: rank {root} passed {problem}")
     counts = split(count, given.size)
-    result = []
-    for at, (shape, dtype) in enumerate(forms):
+    result = _made(given, counts[given.rank], forms, root)
+    for at, mine in enumerate(result):
         source = None
         if given.rank == root and arrays is not None:
-            rows = arrays[at] if order is None else arrays[at][order]
-            source = np.ascontiguousarray(rows)
-        result.append(_scatter(given, source, counts, shape, dtype, root))
+            source = dense(arrays[at] if order is None else gather(arrays[at], order))
+        _scatter(given, source, counts, mine, root)
     return result
 
 
+def _made(comm: Comm, rows: int, forms: Sequence[_Form], root: int) -> list[Array]:
+    """Return arrays for this rank's rows; on every rank an error if one has no such device."""
+    foreign = {name for *_, name in forms} - {np.__name__}
+    problem, made = None, []
+    try:
+        made = [import_module(name).empty((rows, *shape), dtype) for shape, dtype, name in forms]
+    except Exception as error:  # no library, no driver, no device, no memory
+        if not foreign:
+            raise
+        problem = f"{type(error).__name__}: {error}"
+    problems = comm.allgather(problem) if foreign else []
+    for rank, words in enumerate(problems):
+        if words is not None:
+            raise ValueError(
+                f"scatter_dataset on rank {comm.rank}: rank {rank} can not hold arrays of "
+                f"{' and '.join(sorted(foreign))}, which rank {root} passed ({words}); pass NumPy "
+                "arrays, or give every rank a device"
+            )
+    return made
+
+
 def _scatter(
-    comm: Comm,
-    source: Array | None,
-    counts: Sequence[int],
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    root: int,
-) -> Array:
+    comm: Comm, source: Array | None, counts: Sequence[int], mine: Array, root: int
+) -> None:
     """Scatter rows as bytes, which takes types that MPI has none for."""
-    mine = np.empty((counts[comm.rank], *shape), dtype)
-    width = prod(shape) * dtype.itemsize
+    width = prod(mine.shape[1:]) * mine.dtype.itemsize
     send = None
     if source is not None:
         send = [source.reshape(-1).view(np.uint8), [count * width for count in counts], MPI.BYTE]
     comm.Scatterv(send, [mine.reshape(-1).view(np.uint8), MPI.BYTE], root)
-    return mine
 
 
 def _share(order: Indices, comm: Comm) -> Indices:
@@ -144,10 +177,12 @@ def _unfit(arrays: object, seed: object) -> str | None:
     if not isinstance(arrays, Sequence) or not arrays:
         return f"arrays of type {type(arrays).__name__}; expected a list of one array or more"
     for array in arrays:
-        if not isinstance(array, np.ndarray) or array.ndim == 0:
-            return f"an array of type {type(array).__name__} without rows; expected NumPy arrays"
+        if not is_array(array) or array.ndim == 0:
+            return f"an array of type {type(array).__name__} without rows; expected {EXPECTED}"
         if array.dtype.hasobject:
             return f"an array of dtype {array.dtype}; objects are not scattered"
         if len(array) != len(arrays[0]):
             return f"{len(arrays[0])} rows in one array and {len(array)} in another"
+    if devices := scattered(arrays):
+        return f"arrays on {devices}; expected those of one device"
     return None if seed is None else _not_a_number("seed", seed)

@@ -8,10 +8,13 @@ its arrays (CuPy dispatches those; what relies on that is better written for the
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from weakref import finalize
 
 import deferred
 import numpy as np
@@ -78,8 +81,38 @@ def _call(
         return out
     model = np.asarray(model)
     made = empty(model.shape, model.dtype)
-    _queue(lambda: made.memory.__setitem__(..., function(*given, **by_name)))
+    filled = made.memory
+    _queue(lambda: filled.__setitem__(..., function(*given, **by_name)))
     return made
+
+
+def _known(name: str) -> Callable[..., Any]:
+    """Return NumPy's function; what adds does so backwards: CuPy has an order of its own too."""
+    function: Callable[..., Any] = getattr(np, name)
+    if name not in ("sum", "mean"):
+        return function
+
+    def backwards(values: Any, axis: Any = None, **named: Any) -> Any:
+        return function(np.ascontiguousarray(np.flip(values, axis)), axis, **named)
+
+    return backwards
+
+
+class _Room:
+    """Memory that arrays share. When the last is gone, whoever comes next may have it.
+
+    So it is with CuPy's pool: work that was queued on the stream before is still right, but
+    what others do with the memory, such as a request that does not keep its array, is not.
+    """
+
+    _left: ClassVar[deque[tuple[Any, Any]]] = deque()
+
+    def __init__(self, nbytes: int) -> None:
+        while self._left:
+            stream, memory = self._left.popleft()
+            BACKEND._add(stream, functools.partial(memory.fill, deferred.POISON))
+        self.bytes = BACKEND.poison(nbytes)
+        finalize(self, self._left.append, (BACKEND.stream, self.bytes)).atexit = False
 
 
 class ndarray:
@@ -87,9 +120,13 @@ class ndarray:
 
     __array_ufunc__ = None
 
-    def __init__(self, memory: Any, device: int = 0) -> None:
-        """Take a view, which keeps the memory."""
-        self.memory, self.device = memory, SimpleNamespace(id=device)
+    def __init__(self, memory: Any, device: int = 0, room: object = None) -> None:
+        """Take a view, and the room that it is in."""
+        self.memory, self.device, self.room = memory, SimpleNamespace(id=device), room
+
+    def _within(self, memory: Any) -> ndarray:
+        """Return an array over a part of the memory."""
+        return ndarray(memory, self.device.id, self.room)
 
     # -- form -------------------------------------------------------------------------
 
@@ -100,7 +137,7 @@ class ndarray:
     nbytes = property(lambda self: self.memory.nbytes)
     itemsize = property(lambda self: self.memory.itemsize)
     strides = property(lambda self: self.memory.strides)
-    T = property(lambda self: ndarray(self.memory.T, self.device.id))
+    T = property(lambda self: self._within(self.memory.T))
 
     @property
     def flags(self) -> Any:
@@ -164,6 +201,10 @@ class ndarray:
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("implicit conversion to a NumPy array is not allowed; use .get()")
 
+    def __reduce__(self) -> Any:
+        """Pickle by way of the host."""
+        return asarray, (self.get(),)
+
     __array_function__ = None
     __hash__ = None  # type: ignore[assignment]
 
@@ -173,14 +214,16 @@ class ndarray:
         """Return a view where there is one, else a copy, which is queued."""
         seen = function(self.memory)
         if np.may_share_memory(seen, self.memory) or not seen.size:
-            return ndarray(seen, self.device.id)
+            return self._within(seen)
         made = empty(seen.shape, seen.dtype)
-        _queue(lambda: made.memory.__setitem__(..., function(self.memory)))
+        source, target = self.memory, made.memory
+        _queue(lambda: target.__setitem__(..., function(source)))
         return made
 
     def view(self, dtype: Any = None) -> ndarray:
         """Return the same bytes."""
-        return ndarray(self.memory.view() if dtype is None else self.memory.view(dtype))
+        seen = self.memory.view() if dtype is None else self.memory.view(dtype)
+        return self._within(seen)
 
     def reshape(self, *shape: Any) -> ndarray:
         """Return another shape."""
@@ -214,10 +257,11 @@ class ndarray:
             # The ellipsis keeps what has no dimensions an array.
             parts = key if isinstance(key, tuple) else (key,)
             whole = parts if any(one is ... for one in parts) else (*parts, ...)
-            return ndarray(self.memory[whole], self.device.id)
+            return self._within(self.memory[whole])
         model, indices = self.memory[_each(key, _index)], _each(key, lambda one: one.memory)
         made = empty(model.shape, model.dtype)
-        _queue(lambda: made.memory.__setitem__(..., self.memory[indices]))
+        source, target = self.memory, made.memory
+        _queue(lambda: target.__setitem__(..., source[indices]))
         return made
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -233,7 +277,7 @@ class ndarray:
 
     def _method(name: str) -> Any:  # type: ignore[misc]
         def method(self: ndarray, *args: Any, **named: Any) -> Any:
-            return _call(getattr(np, name), self, *args, **named)
+            return _call(_known(name), self, *args, **named)
 
         return method
 
@@ -273,7 +317,8 @@ _operators()
 def empty(shape: Any, dtype: Any = float) -> ndarray:
     """Return poison."""
     model = np.empty(shape, dtype)
-    return ndarray(BACKEND.poison(model.nbytes).view(model.dtype).reshape(model.shape))
+    room = _Room(model.nbytes)
+    return ndarray(room.bytes.view(model.dtype).reshape(model.shape), room=room)
 
 
 def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:
@@ -304,7 +349,8 @@ def asarray(given: Any, dtype: Any = None) -> ndarray:
         return given if dtype is None else given.astype(dtype, copy=False)
     data = np.array(given, dtype)
     made = empty(data.shape, data.dtype)
-    _queue(lambda: made.memory.__setitem__(..., data))
+    target = made.memory
+    _queue(lambda: target.__setitem__(..., data))
     return made
 
 
@@ -318,8 +364,8 @@ def asnumpy(given: Any) -> Any:
 
 def copyto(target: ndarray, source: Any, casting: str = "same_kind") -> None:
     """Queue a copy."""
-    taken = _each(source, lambda one: one.memory)
-    _queue(lambda: np.copyto(target.memory, taken, casting=casting))  # type: ignore[arg-type]
+    taken, filled = _each(source, lambda one: one.memory), target.memory
+    _queue(lambda: np.copyto(filled, taken, casting=casting))  # type: ignore[arg-type]
 
 
 def ascontiguousarray(given: Any, dtype: Any = None) -> ndarray:
@@ -333,7 +379,7 @@ def ascontiguousarray(given: Any, dtype: Any = None) -> ndarray:
 def __getattr__(name: str) -> Any:
     if name not in _FUNCTIONS:
         raise AttributeError(f"cupy (as far as it is stood in for) has no {name!r}")
-    function = getattr(np, name)
+    function = _known(name)
     if name in _VIEWS:
         return lambda array, *args, **named: array._viewed(
             lambda memory: function(memory, *args, **named)
