@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _THREADS = 256
 _BLOCKS = 1024
 
+#: Layouts of datatypes that are kept on each device.
+_LAYOUTS = 256
+
 _BACKENDS: dict[type, Backend] = {}
 
 
@@ -155,7 +158,7 @@ class CupyBackend:
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
         self._kernels: dict[str, Any] = {}
-        self._layouts: dict[bytes, Any] = {}
+        self._layouts: dict[int, dict[bytes, Any]] = {}
 
     def device_of(self, address: int) -> int:
         """Return the device of an address."""
@@ -165,13 +168,15 @@ class CupyBackend:
 
     def current(self, owner: object, device: int) -> Queue:
         """Return the stream that the array's library uses now, on this thread."""
-        library = type(owner).__module__.partition(".")[0]
-        if library == "torch":
+        array = owner[0] if type(owner) is tuple else owner  # with what DLPack lends of it
+        # Of a class that is derived from a library's array, too.
+        libraries = [kind.__module__.partition(".")[0] for kind in type(array).__mro__]
+        if "torch" in libraries:
             torch = sys.modules["torch"]
             return Queue(device, int(torch.cuda.current_stream(device).cuda_stream))
-        if library != "cupy":
+        if "cupy" not in libraries:
             # The stream that its pending work is on, by version 3 of the interface.
-            said = (getattr(owner, "__cuda_array_interface__", None) or {}).get("stream")
+            said = (getattr(array, "__cuda_array_interface__", None) or {}).get("stream")
             if said is not None:
                 return Queue(device, int(said))
         return Queue(device, int(self._cupy.cuda.get_current_stream(device).ptr))
@@ -230,12 +235,15 @@ class CupyBackend:
         self, name: str, target: int, source: int, layout: Layout, count: int, stream: Queue
     ) -> None:
         each = layout.positions.size
-        key = layout.positions.tobytes() + bytes([stream.device])
-        if key not in self._layouts:
+        kept, key = self._layouts.setdefault(stream.device, {}), layout.positions.tobytes()
+        if key not in kept:
             with self._cupy.cuda.Device(stream.device):
-                self._layouts[key] = self._cupy.asarray(layout.positions)
+                if len(kept) >= _LAYOUTS:
+                    self._runtime.deviceSynchronize()  # no kernel reads them any more
+                    kept.clear()
+                kept[key] = self._cupy.asarray(layout.positions)
                 self._cupy.cuda.get_current_stream().synchronize()
-        positions = self._layouts[key]
+        positions = kept[key]
         source_text = device_kernels.move_source(NOWHERE)
         sizes = (np.int64(layout.extent), np.uint64(each), np.uint64(count))
         pointers = (np.uint64(target), np.uint64(source), np.uint64(positions.data.ptr))

@@ -7,11 +7,13 @@ that a trial is worth its seconds the answer is no.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -62,6 +64,8 @@ _LAUNCHED = (
 )
 
 TRIAL_SECONDS = 60.0
+#: What its launcher has to end the ranks of a trial that hangs.
+ENDING_SECONDS = 3.0
 
 _TRIAL = """
 from mpi4py import MPI
@@ -145,18 +149,36 @@ def tried(launcher: str | None = None, seconds: float = TRIAL_SECONDS) -> bool:
         return False
     command = [launcher, "-n", "2", sys.executable, "-c", _TRIAL]
     try:
-        done = subprocess.run(
+        # A session of its own, so that all of it can be ended: a hung rank outlives mpiexec.
+        trial = subprocess.Popen(
             command,
             env=_clean(os.environ),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
-            timeout=seconds,
-            check=False,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return False
-    return done.returncode == 0 and done.stdout.count("takes device pointers") == 2
+    with trial:
+        try:
+            said, _ = trial.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            if trial.poll() is None:
+                _end(trial)
+    return trial.returncode == 0 and said.count("takes device pointers") == 2
+
+
+def _end(trial: subprocess.Popen[str]) -> None:
+    """End a trial: its launcher is asked to end the ranks, then what is left is killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(trial.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            trial.wait(ENDING_SECONDS)
 
 
 def _clean(environment: Mapping[str, str]) -> dict[str, str]:

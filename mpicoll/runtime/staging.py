@@ -59,10 +59,11 @@ def synchronises(method: _F) -> _F:
 
 @dataclass(slots=True)
 class Segment:
-    """Pinned memory; ``event`` is the copy that uses it still, None if there is none."""
+    """Pinned memory, or where there is none to be had other; ``event`` is what uses it still."""
 
     memory: Bytes
     event: Event | None = None
+    pinned: bool = True
 
 
 @dataclass(slots=True)
@@ -78,24 +79,31 @@ class Pool:
         """Return a segment of at least ``nbytes`` that nobody reads."""
         size = max(4096, 1 << max(0, nbytes - 1).bit_length())
         with self._lock:
-            free = self._free.setdefault(size, deque())
-            full = self.held + size > PINNED_BYTES
-            for _ in range(len(free)):
-                segment = free.popleft()
-                try:
-                    usable = self.reusable(segment, wait=full)
-                except Exception:
-                    self.held -= size  # nobody knows any more what the device does with it
-                    continue
-                if usable:
-                    segment.event = None
-                    return segment
-                free.append(segment)
-            self.held += size
+            known = self._kept(size)
+            if known is None:
+                self.held += size
+        if known is not None and known.pinned:
+            return known
         try:
-            return Segment(self.backend.pinned(size))
-        except Exception:
-            return Segment(np.empty(size, np.uint8))  # slower, but the messages have to go on
+            return Segment(self.backend.pinned(size))  # also in place of one that is not
+        except Exception:  # the messages have to go on
+            return known or Segment(np.empty(size, np.uint8), pinned=False)
+
+    def _kept(self, size: int) -> Segment | None:
+        """Return a segment that nobody reads any more, None if there is none."""
+        free = self._free.setdefault(size, deque())
+        for _ in range(len(free)):
+            segment = free.popleft()
+            try:
+                usable = self.reusable(segment, wait=self.held + size > PINNED_BYTES)
+            except Exception:
+                self.held -= size  # nobody knows any more what the device does with it
+                continue
+            if usable:
+                segment.event = None
+                return segment
+            free.append(segment)
+        return None
 
     def give(self, segment: Segment, event: Event | None = None) -> None:
         """Take a segment back, which ``event`` may still have to do with."""
@@ -174,13 +182,13 @@ class Lane:
     """
 
     def __init__(self, backend: Backend, device: int, owner: object) -> None:
-        """Note the caller's current stream; ``owner`` is its array."""
+        """Begin with what the caller has queued; ``owner`` is its array."""
         self.backend = backend
         self.device = device
         self.hosted = False
         self.pool = pool_of(backend)
         self._owner = owner
-        self._caller = backend.current(owner, device)
+        self._called: Event | Exception | None = None  # what the caller had queued, or a fault
         self._streams: tuple[Stream, Stream] | None = None
         self._queued = False  # whether main has work that nobody has seen the end of
         self._mark: Event | None = None  # the end of that work, once it was asked for
@@ -188,6 +196,7 @@ class Lane:
         self._arrivals: list[tuple[int, int, Event]] = []  # copies up that main knows not
         self._segments: list[Segment] = []
         self._kept: list[object] = []  # scratch that queued work still uses
+        self.again()
 
     @property
     def main(self) -> Stream:
@@ -195,8 +204,7 @@ class Lane:
         return self._both()[0]
 
     def _both(self) -> tuple[Stream, Stream]:
-        if self._streams is None:
-            self._streams = _take_streams(self.backend, self.device)
+        self._streams = self._streams or _take_streams(self.backend, self.device)
         return self._streams
 
     # -- memory -----------------------------------------------------------------------
@@ -268,16 +276,24 @@ class Lane:
 
     # -- order ------------------------------------------------------------------------
 
+    @synchronises
     def again(self) -> None:
-        """Note the caller's current stream once more, for the next run of a plan."""
-        self._caller = self.backend.current(self._owner, self.device)
+        """Note what the caller has queued on its current stream; for each run of a plan.
+
+        On the caller's thread: others have other current streams, and `enter` may be theirs.
+        """
+        try:
+            self._called = self.backend.record(self.backend.current(self._owner, self.device))
+        except Exception as error:
+            self._called = error  # for `enter`: until then there is no run that could fail
 
     @synchronises
     def enter(self) -> None:
         """Let all that is queued from now on come after what the caller has queued."""
-        event = self.backend.record(self._caller)
-        for stream in self._both():
-            self.backend.wait(stream, event)
+        if isinstance(self._called, Exception):
+            raise self._called
+        if self._called is not None:
+            self.backend.wait(self.main, self._called)  # copies up wait for main, by `step`
         self._has_work()  # MPI may not touch the buffers before the caller's work is done
 
     @synchronises

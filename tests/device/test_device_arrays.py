@@ -75,6 +75,9 @@ def test_folds_stay_on_the_device(pointers: bool, world: Comm) -> None:
     world.Allreduce(x, empty((5000,), np.float64), algorithm="ring")
     assert (BACKEND.folds > 0) == (world.size > 1)
     assert (staging.pool_of(BACKEND).held > 0) == (world.size > 1 and not pointers)
+    BACKEND.use("late", pointers)
+    world.Allreduce(array(np.ones(5000)), empty((5000,), np.float64), algorithm="direct")
+    assert BACKEND.folds == (world.size > 1)  # one kernel for the operands of all ranks
 
 
 @pytest.mark.parametrize("op", ["MINLOC", "user", "complex product", "compress"])
@@ -267,6 +270,29 @@ def test_a_fault_loses_no_pinned_memory(
             break
     else:
         raise AssertionError("there was no end of calls")
+
+
+def test_memory_that_is_not_pinned_gives_way_to_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    BACKEND.use("late", False)
+    pool = staging.Pool(BACKEND)
+    with monkeypatch.context() as patch:
+        patch.setattr(BACKEND, "pinned", lambda nbytes: {}[nbytes])  # there is none
+        first = pool.take(5000)
+        assert (first.pinned, first.memory.size, pool.held) == (False, 8192, 8192)
+        pool.give(first)
+        assert pool.take(5000) is first  # still none
+    array(np.ones(9))
+    pool.give(first, BACKEND.record(BACKEND.stream))
+    other = pool.take(5000)
+    assert (other.pinned, pool.held) == (True, 16384)  # a copy may use the first one still
+    third = pool.take(5000)  # asked once more, it says that it is over
+    assert (third.pinned, pool.held) == (True, 16384)
+    assert third.memory is not first.memory
+    for segment in (other, third):
+        pool.give(segment)
+    kept = [segment for group in pool._free.values() for segment in group]
+    assert all(segment.pinned for segment in kept)
+    assert sum(segment.memory.size for segment in kept) == pool.held
 
 
 def test_nothing_is_kept_over_many_calls(world: Comm) -> None:

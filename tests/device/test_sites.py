@@ -7,8 +7,9 @@ for or ask an event, so that no site escapes the list.
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from deferred import BACKEND, POLICIES, array, empty, host
 from harness import Ranks
 from mpi4py import MPI
 
+import mpicoll
 from mpicoll import Comm
 from mpicoll.algorithms import Algorithm
-from mpicoll.runtime import device_run, executor, link, persistent, staging
+from mpicoll.runtime import device_run, staging
 from mpicoll.runtime.executor import Message, Program, Range, Stage, Work
 from mpicoll.runtime.plan import Plan, Recipe
 from mpicoll.runtime.record import Record
@@ -109,6 +111,7 @@ def overwritten(comm: Comm) -> int:
 
 #: By site: the protocol by pointers or not, and what goes wrong without it.
 NEEDED: dict[str, tuple[bool, str]] = {
+    "Lane.again": (True, "collectives"),
     "Lane.enter": (True, "collectives"),
     "Lane.ready": (True, "collectives"),
     "Lane.left": (False, "collectives"),
@@ -162,33 +165,82 @@ def test_without_a_site_a_result_is_wrong(
     monkeypatch.setattr(getattr(staging, owner), name, nothing)
     wrong = sum(ranks.comm.allgather(tried(world, pointers, how, monkeypatch)))
     monkeypatch.undo()
-    if world.size > 1 or site in ("Lane.enter", "Lane.loaded", "Lane.left"):
+    if world.size > 1 or site in ("Lane.again", "Lane.enter", "Lane.loaded", "Lane.left"):
         assert wrong
 
 
 #: What orders a device, as the backend has it.
-_PRIMITIVES = {"record", "wait", "over"}
-
-
-def _calls(module: Any) -> Iterator[tuple[str, ast.Call]]:
-    """Yield the calls of the backend's primitives, with the method they are in."""
-    tree = ast.parse(inspect.getsource(module))
-    for owner in [node for node in tree.body if isinstance(node, ast.ClassDef)]:
-        for method in [node for node in owner.body if isinstance(node, ast.FunctionDef)]:
-            for node in ast.walk(method):
-                if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                    continue
-                if node.func.attr in _PRIMITIVES and "backend" in ast.unparse(node.func.value):
-                    yield f"{owner.name}.{method.name}", node
-
+_PRIMITIVES = ("record", "wait", "over")
 
 #: Methods that serve sites, or take an event for one to wait for.
 _HELPERS = {"Lane._settled", "Lane.down", "Lane.up"}
 
 
-@pytest.mark.parametrize("module", [staging, device_run, executor, persistent, link])
-def test_no_site_escapes_the_list(module: Any) -> None:
-    found = {name for name, _ in _calls(module)}
+def askers(source: str) -> set[str]:
+    """Return the functions that name a primitive of the backend, with their classes."""
+    found = set()
+
+    def visit(node: ast.AST, name: str) -> None:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            name = f"{name}.{node.name}".removeprefix(".")
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in _PRIMITIVES
+            and "backend" in ast.unparse(node.value)
+        ):
+            found.add(name)
+        for child in ast.iter_child_nodes(node):
+            visit(child, name)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def test_no_site_escapes_the_list() -> None:
+    package, found = Path(mpicoll.__file__).parent, set()
+    for path in sorted(package.rglob("*.py")):
+        if path != package / "runtime" / "device.py":  # where the backend itself is
+            found |= askers(path.read_text(encoding="utf-8"))
     assert found <= set(staging.SITES) | _HELPERS
-    if module is staging:
-        assert {"Lane.enter", "Lane.up_after_main", "Pool.reusable"} <= found
+    assert {"Lane.again", "Lane.enter", "Lane.up_after_main", "Pool.reusable"} <= found
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("class Lane:\n def new(self):\n  self.backend.wait(self.main, event)", "Lane.new"),
+        ("def rounds(lane):\n lane.backend.over(event, True)", "rounds"),
+        ("class Lane:\n def new(self):\n  def f():\n   g(self.backend.record)", "Lane.new.f"),
+        ("backend.wait(stream, event)", ""),
+    ],
+)
+def test_a_new_site_is_found(source: str, name: str) -> None:
+    assert askers(source) == {name}
+    assert not {name} <= set(staging.SITES) | _HELPERS
+
+
+@pytest.mark.parametrize("how", ["collectives", "hosted", "overwritten"])
+def test_only_sites_order_the_device(
+    how: str, world: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever name they have the backend."""
+    allowed = {method.__code__ for method in staging.SITES.values()}
+    for name in _HELPERS:
+        owner, method = name.split(".")
+        allowed.add(getattr(getattr(staging, owner), method).__code__)
+    package, others = str(Path(mpicoll.__file__).parent), set()
+
+    def watched(primitive: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any) -> Any:
+            code = sys._getframe(1).f_code
+            if code.co_filename.startswith(package) and code not in allowed:
+                others.add(f"{code.co_filename}: {code.co_name}")
+            return primitive(*args)
+
+        return asked
+
+    for name in _PRIMITIVES:
+        monkeypatch.setattr(BACKEND, name, watched(getattr(BACKEND, name)))
+    for pointers in (True, False):
+        tried(world, pointers, how, monkeypatch)
+    assert not others

@@ -80,13 +80,47 @@ def test_allreduce(world: mpicoll.Comm, name: str, mean: bool, form: str) -> Non
     assert (others.view(np.uint32) == result.view(np.uint32)).all()
 
 
+def ran(comm: mpicoll.Comm, form: str, method: str, *args: Any, **keywords: Any) -> None:
+    """Run a collective in one of its forms."""
+    if form == "blocking":
+        getattr(comm, method)(*args, **keywords)
+    elif form == "non-blocking":
+        getattr(comm, f"I{method.lower()}")(*args, **keywords).Wait()
+    else:
+        plan = getattr(comm, f"{method}_init")(*args, **keywords)
+        for _ in range(2):
+            plan.Start()
+            plan.Wait()
+        plan.Free()
+
+
+forms = pytest.mark.parametrize("form", ["blocking", "non-blocking", "persistent"])
+
+
+@forms
 @pytest.mark.parametrize("name", list(TYPES))
-def test_reduce_scatter(world: mpicoll.Comm, name: str) -> None:
+def test_reduce(world: mpicoll.Comm, name: str, form: str) -> None:
+    every = inputs(world.size, 67)
+    for root in range(world.size):
+        result = np.full(67, np.nan, np.float32) if world.rank == root else None
+        ran(world, form, "Reduce", every[world.rank], result, MPI.SUM, root, compress=name)
+        assert result is None or not excess(result, every, name, mean=False)
+
+
+@forms
+@pytest.mark.parametrize("name", list(TYPES))
+def test_reduce_scatter(world: mpicoll.Comm, name: str, form: str) -> None:
     every = inputs(world.size, 5 * world.size)
     block = slice(5 * world.rank, 5 * world.rank + 5)
     result = np.full(5, np.nan, np.float32)
-    world.Reduce_scatter_block(every[world.rank], result, compress=name)
+    ran(world, form, "Reduce_scatter_block", every[world.rank], result, compress=name)
     assert not excess(result, every[:, block], name, mean=False)
+    counts = list(range(world.size))  # none on rank 0
+    start = sum(counts[: world.rank])
+    uneven = np.full(world.rank, np.nan, np.float32)
+    given = every[world.rank, : sum(counts)]
+    ran(world, form, "Reduce_scatter", given, uneven, counts, compress=name)
+    assert not excess(uneven, every[:, start : start + world.rank], name, mean=False)
     whole = every[world.rank].copy()
     world.Reduce_scatter_block(MPI.IN_PLACE, whole, compress=name)
     assert (whole[:5] == result).all()

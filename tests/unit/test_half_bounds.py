@@ -153,6 +153,39 @@ def test_sequential_algorithms_keep_the_bound(
             check(output[span.start : span.stop], terms, dtype)
 
 
+HOPPING = [
+    algorithm
+    for algorithm in every()
+    if algorithm.collective in ("allreduce", "reduce_scatter") and algorithm.order != "sequential"
+]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("algorithm", HOPPING, ids=lambda one: f"{one.collective}-{one.name}")
+def test_rounding_at_each_hop_keeps_the_bound_that_is_stated(
+    algorithm: Algorithm, dtype: np.dtype[Any]
+) -> None:
+    """What `accumulate="native"` costs: (P - 1) u of the sum of magnitudes, and underflow.
+
+    In any order (C.-P. Jeannerod and S. M. Rump, "Improved error bounds for inner products
+    in floating-point arithmetic", 2013).
+    """
+    half = kernels.half(dtype)
+    assert half is not None
+    unit, least, _ = LIMITS[dtype]
+    for case in ("alike", "cancelling", "of many sizes", "subnormal"):
+        given = cases(dtype)[case].astype(dtype)
+        calls = group(algorithm)
+        outputs = replay(algorithm, calls, given, half)
+        for output, view in zip(outputs, contract(algorithm.collective, calls).views, strict=True):
+            for span, ranks, first in view.after:
+                terms = given[list(ranks), first : first + span.count].astype(np.float64)
+                bound = (RANKS - 1) * (unit * np.abs(terms).sum(0) + least / 2)
+                exact = np.array([math.fsum(column) for column in terms.T])
+                got = output[span.start : span.stop].astype(np.float64)
+                assert (np.abs(got - exact) <= bound).all(), case
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_all_ways_to_the_same_bits(dtype: np.dtype[Any]) -> None:
     given = cases(dtype)["normal"].astype(dtype)
