@@ -1,21 +1,32 @@
-"""Parameters in flat groups of one dtype, each cut into equal shards, one per rank.
+"""Parameters in flat groups of one dtype and place, each cut into equal shards, one per rank.
 
 A group lays its parameters one after another and pads the end with zeros to a multiple of
-the number of ranks, so that rank r owns elements ``r * share`` to ``(r + 1) * share``. Pure
-NumPy: nothing here communicates.
+the number of ranks, so that rank r owns elements ``r * share`` to ``(r + 1) * share``. What
+is made for a group lies where its parameters lie. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
+from mpicoll.parallel.library import (
+    EXPECTED,
+    Array,
+    address,
+    dense,
+    is_array,
+    library,
+    place,
+    real_parts,
+    scattered,
+    writeable,
+)
+
 DType: TypeAlias = "np.dtype[Any]"
 
 _HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -51,10 +62,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters of one dtype, one after another.
+    """Parameters of one dtype in one place, one after another.
 
     Elements are of dtype ``element``; a complex number is two of them. ``wire`` is the
-    dtype in which gradients are sent, ``update`` the one in which the optimizer works.
+    dtype in which gradients are sent, ``update`` the one in which the optimizer works. The
+    ``place`` is this rank's own business, and ``xp`` the library that makes arrays there.
     """
 
     label: str
@@ -62,6 +74,8 @@ class Group:
     wire: DType
     trainable: bool
     entries: tuple[Entry, ...]
+    place: str = field(default="host", compare=False)
+    xp: Any = field(default=np, compare=False, repr=False)
 
     @property
     def element(self) -> DType:
@@ -109,16 +123,15 @@ class Group:
 
 def elements(value: Array) -> Array:
     """Return an array as a dense vector of its elements, copied only if it must be."""
-    dense = np.ascontiguousarray(value).reshape(-1)
-    return dense.view(real(value.dtype))
+    return real_parts(dense(value).reshape(-1))
 
 
-def objection(name: object, value: object, trainable: bool, writeable: bool) -> str:
+def objection(name: object, value: object, trainable: bool, updated: bool) -> str:
     """Return why an array cannot be a parameter, or an empty string if it can."""
     if not isinstance(name, str) or not name:
         return f"parameter name {name!r}, expected a string of one character or more"
-    if not isinstance(value, np.ndarray):
-        return f"parameter {name!r} of type {type(value).__name__}, expected a NumPy array"
+    if not is_array(value):
+        return f"parameter {name!r} of type {type(value).__name__}, expected {EXPECTED}"
     dtype = value.dtype
     if not dtype.isnative:
         return f"parameter {name!r} of dtype {dtype.str}, expected native byte order"
@@ -127,33 +140,36 @@ def objection(name: object, value: object, trainable: bool, writeable: bool) -> 
         return f"parameter {name!r} of dtype {dtype}; cast it to one of {known}, or freeze it"
     if dtype.kind not in "biufc" and dtype.isbuiltin != 2:
         return f"parameter {name!r} of dtype {dtype}, expected numbers"
-    if writeable and not value.flags.writeable:
+    if updated and not writeable(value):
         return f"parameter {name!r} that is read-only; it has to be updated in place"
     return ""
 
 
-def check(values: object, frozen: Collection[str], writeable: bool) -> str:
+def check(values: object, frozen: Collection[str], updated: bool) -> str:
     """Return what is wrong with a set of parameters, or an empty string."""
     if not isinstance(values, Mapping):
         return f"parameters of type {type(values).__name__}, expected arrays by name"
     unknown = sorted(map(repr, set(frozen) - set(values)))
     if unknown:
         return f"frozen={', '.join(unknown)}, which is no parameter"
-    places: dict[int, str] = {}
+    known: dict[tuple[str, int], str] = {}
     for name, value in values.items():
-        fault = objection(name, value, name not in frozen, writeable)
+        fault = objection(name, value, name not in frozen, updated)
         if fault:
             return fault
-        place = value.__array_interface__["data"][0]
-        if writeable and value.size and places.setdefault(place, name) != name:
-            return f"parameters {places[place]!r} and {name!r} that share memory; pass it once"
-    return ""
+        if updated and value.size:
+            other = known.setdefault((place(value), address(value)), name)
+            if other != name:
+                return f"parameters {other!r} and {name!r} that share memory; pass it once"
+    devices = scattered(values.values())
+    return f"parameters on {devices}, expected those of one device" if devices else ""
 
 
 class _Open:
-    """A group that is being filled."""
+    """A group that is being filled, in the place of its first parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Array) -> None:
+        self.place, self.xp = place(first), library(first)
         self.entries: list[Entry] = []
         self.stop = 0
 
@@ -171,27 +187,31 @@ def plan(
     label: str = "",
     names: Iterable[str] | None = None,
 ) -> list[Group]:
-    """Return groups of one dtype each, trainable or frozen, in the order in which they fill.
+    """Return groups of one dtype and place, trainable or frozen, in the order in which they fill.
 
     ``names`` is the order in which gradients are expected. A group is closed when it has
-    ``bucket_bytes`` or more, None for one group per dtype. ``wire`` replaces the dtype in
+    ``bucket_bytes`` or more, None for one group per kind. ``wire`` replaces the dtype in
     which the gradients of 16-bit floats are sent.
     """
     groups: list[Group] = []
-    opened: dict[tuple[DType, bool], _Open] = {}
+    opened: dict[tuple[str, DType, bool], _Open] = {}
 
-    def close(key: tuple[DType, bool]) -> None:
-        dtype, trainable = key
+    def close(key: tuple[str, DType, bool]) -> None:
+        _, dtype, trainable = key
+        full = opened.pop(key)
         sent = wire if wire is not None and is_half(dtype) else real(dtype)
         title = f"{label}{len(groups)}:{dtype.name}"
-        groups.append(Group(title, dtype, sent, trainable, tuple(opened.pop(key).entries)))
+        entries = tuple(full.entries)
+        groups.append(Group(title, dtype, sent, trainable, entries, full.place, full.xp))
 
     for name in values if names is None else names:
         value = values[name]
-        key = value.dtype, name not in frozen
-        group = opened.setdefault(key, _Open())
+        key = place(value), value.dtype, name not in frozen
+        if key not in opened:
+            opened[key] = _Open(value)
+        group = opened[key]
         group.add(name, value)
-        if bucket_bytes is not None and group.stop * real(key[0]).itemsize >= bucket_bytes:
+        if bucket_bytes is not None and group.stop * real(value.dtype).itemsize >= bucket_bytes:
             close(key)
     for key in list(opened):
         close(key)

@@ -1,8 +1,8 @@
 """Optimizers on flat arrays: SGD with momentum, Adam.
 
 Every operation is elementwise and rounded by IEEE 754, so an element gets the same bits in
-a shard of any length as in the whole array. An optimizer of your own has to keep to that:
-see `FlatOptimizer`.
+a shard of any length as in the whole array, and on a device as on the host. An optimizer of
+your own has to keep to that: see `FlatOptimizer`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpicoll.parallel.flat import Array
+from mpicoll.parallel.library import Array, library, on_host
 
-#: Elements that are updated at a time; scratch is of this length.
+#: Elements that are updated at a time on the host, so that scratch stays in cache.
 PIECE = 1 << 15
 
 
@@ -34,12 +34,16 @@ class FlatOptimizer(Protocol):
         """Update ``value`` and ``state`` in place; ``step`` counts from 1.
 
         All are one-dimensional, dense, of one dtype (float32 or float64) and one length,
-        0 included. ``gradient`` may be used as scratch.
+        0 included, and lie in one place: NumPy's arrays, or CuPy's where the parameters are
+        CuPy's, to be updated on the current stream and without waiting for it. It is called
+        once for each group of parameters. ``gradient`` may be used as scratch.
         """
 
 
-def _pieces(length: int) -> Iterator[slice]:
-    return (slice(low, low + PIECE) for low in range(0, length, PIECE))
+def _pieces(value: Array) -> Iterator[slice]:
+    """Yield what is updated at a time: on a device all, since each call there is a launch."""
+    piece = PIECE if on_host(value) else max(1, value.size)
+    return (slice(low, low + piece) for low in range(0, value.size, piece))
 
 
 def _check(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
@@ -82,7 +86,7 @@ class SGD:
     def update(self, value: Array, gradient: Array, state: dict[str, Array], step: int) -> None:
         # Python's floats: a NumPy scalar would set the precision of the arithmetic.
         lr, momentum, decay = map(float, (self.lr, self.momentum, self.weight_decay))
-        for piece in _pieces(value.size):
+        for piece in _pieces(value):
             x, g = value[piece], gradient[piece]
             if decay:
                 g += decay * x
@@ -131,7 +135,8 @@ class Adam:
         decay = float(self.weight_decay)
         rate = lr / (1 - beta1**step)
         root = 1 / (1 - beta2**step) ** 0.5
-        for piece in _pieces(value.size):
+        xp = library(value)
+        for piece in _pieces(value):
             x, g = value[piece], gradient[piece]
             mean, square = state["mean"][piece], state["square"][piece]
             if decay and self.decoupled:
@@ -141,12 +146,12 @@ class Adam:
             mean *= beta1
             mean += (1 - beta1) * g
             square *= beta2
-            np.square(g, out=g)
+            xp.square(g, out=g)
             g *= 1 - beta2
             square += g
-            np.sqrt(square, out=g)
+            xp.sqrt(square, out=g)
             g *= root
             g += eps
-            np.divide(mean, g, out=g)
+            xp.divide(mean, g, out=g)
             g *= rate
             x -= g

@@ -13,7 +13,8 @@ from mpi4py import MPI
 
 from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree
-from mpicoll.parallel.flat import Array, Group
+from mpicoll.parallel.flat import Group
+from mpicoll.parallel.library import Array, total_squares
 from mpicoll.parallel.optimizers import FlatOptimizer
 from mpicoll.parallel.owned import Owner
 from mpicoll.parallel.sharded_load import load_state
@@ -25,8 +26,6 @@ from mpicoll.selection.choose import OrderWish
 
 #: Buckets of gradients, and of updated parameters, that travel at a time.
 IN_FLIGHT = 2
-#: Elements whose squares are summed at a time.
-_PIECE = 1 << 14
 
 
 class Sharded(Owner):
@@ -51,7 +50,7 @@ class Sharded(Owner):
 
     def _reduce(self, shard: Shard, full: Array) -> None:
         """Begin the reduce-scatter of a whole group's gradients, counted as a buffer."""
-        received = self._ledger.add("buffers", np.empty(shard.share, full.dtype))
+        received = self._ledger.add("buffers", shard.group.xp.empty(shard.share, full.dtype))
         request = self.comm.Ireduce_scatter_block(full, received, AVG, order=self._order)
         self._flights.append((shard, Flight(request, full, received)))
         while len(self._flights) > IN_FLIGHT:
@@ -117,7 +116,8 @@ class Sharded(Owner):
 
     def _norm(self, max_norm: float, scale: float) -> float:
         """Return the norm of all gradients; the same bits on all ranks."""
-        total = np.array([sum(_squares(one.gradient) for one in self._shards)], np.float64)
+        held = (one.gradient for one in self._shards if one.gradient is not None)
+        total = np.array([total_squares(held)], np.float64)
         self.comm.Allreduce(MPI.IN_PLACE, total)
         norm = math.sqrt(total[0]) / scale
         if not math.isfinite(norm):
@@ -138,7 +138,8 @@ class Sharded(Owner):
         A folder with one file per shard and a manifest, on a file system that all ranks
         share; or, ``whole``, one ``.npz`` file, written by rank 0, to which the others
         send one group at a time. Either replaces an older one only when it is complete and on
-        disk. Raises SavedStateError on all ranks if one cannot write or has gradients.
+        disk. Arrays of a device are copied to the host one by one, to the same files. Raises
+        SavedStateError on all ranks if one cannot write or has gradients.
         """
         settings, fault = self.optimizer.settings(), self._busy("save")
         write = save_file if whole else save_shards
@@ -147,7 +148,8 @@ class Sharded(Owner):
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load what `save` wrote, at this or another number of ranks, stage or bucket size.
 
-        Collective, between steps. The names of all parameters, their shapes and dtypes
+        Collective, between steps; from arrays of the host to those of a device too, and back. The
+        names of all parameters, their shapes and dtypes
         and the kind of optimizer must be the same; its numbers, such as the learning rate, stay
         those of this object. Raises SavedStateError on all ranks, with nothing changed, for
         what is foreign, incomplete or damaged.
@@ -187,7 +189,8 @@ class Sharded(Owner):
         """Return the bytes that this rank holds, by kind; with ``peak`` the most there were.
 
         "parameters", "master" (float32 copies of 16-bit floats), "optimizer" (the slots),
-        "gradients", "gathered" (layers in use or prefetched), "buffers" (what travels).
+        "gradients", "gathered" (layers in use or prefetched), "buffers" (what travels); on the
+        host and on the device together.
         """
         counted = self._ledger.peak if peak else self._ledger.now
         masters = [one.master.nbytes for one in self._shards if one.master is not None]
@@ -207,14 +210,3 @@ class Sharded(Owner):
             self._land()
         self._drop_gradients()
         self.comm.Free()
-
-
-def _squares(gradient: Array | None) -> float:
-    """Return the sum of squares in float64, in pieces whose order depends on nothing else."""
-    total = 0.0
-    if gradient is not None:
-        with np.errstate(all="ignore"):
-            for low in range(0, gradient.size, _PIECE):
-                wide = gradient[low : low + _PIECE].astype(np.float64)
-                total += float(np.add.reduce(wide * wide))
-    return total

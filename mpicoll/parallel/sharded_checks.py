@@ -11,6 +11,7 @@ import numpy as np
 from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree
 from mpicoll.parallel.flat import DType, Group
+from mpicoll.parallel.library import EXPECTED, is_array, place
 from mpicoll.parallel.optimizers import FlatOptimizer
 
 #: What a parameter without a gradient means to `step`.
@@ -64,8 +65,11 @@ def agree_groups(
     options: list[str],
     problem: str,
 ) -> None:
-    """Raise on all ranks unless all cut the same groups."""
-    lines = [*options]
+    """Raise on all ranks unless all cut the same groups.
+
+    A rank may have on its device what another has on the host.
+    """
+    lines = [*options, *_places(groups)]
     if not problem:
         try:
             lines.append(f"optimizer {optimizer.settings()!r} of slots {optimizer.slots!r}")
@@ -82,6 +86,13 @@ def agree_groups(
             for one in group.entries
         ]
     agree(comm, where, lines, problem=problem or None)
+
+
+def _places(groups: list[Group]) -> list[str]:
+    """Say what decides the cut besides dtypes, in words that are alike where ranks cut alike."""
+    places = sorted((entry.name, group.place) for group in groups for entry in group.entries)
+    words = {True: "where the first one is", False: "not where the first one is"}
+    return [f"parameter {name!r}, {words[there == places[0][1]]}" for name, there in places]
 
 
 def step_settings(
@@ -114,9 +125,13 @@ def gradient_fault(group: Group, name: str, gradient: object) -> str:
     what = f"the gradient of {name!r}"
     if not group.trainable:
         return f"{what}, which is frozen"
-    # Arithmetic on 0-d arrays gives scalars, so these are taken too.
-    if not isinstance(gradient, np.ndarray | np.generic):
-        return f"{what} as {type(gradient).__name__}, expected a NumPy array"
+    # NumPy's arithmetic on 0-d arrays gives scalars, so these are taken too.
+    if isinstance(gradient, np.generic):
+        gradient = np.asarray(gradient)
+    if not is_array(gradient):
+        return f"{what} as {type(gradient).__name__}, expected {EXPECTED}"
+    if place(gradient) != group.place:
+        return f"{what} on {place(gradient)}, expected {group.place}, as the parameter"
     shape = next(entry.shape for entry in group.entries if entry.name == name)
     if gradient.shape != shape:
         return f"{what} of shape {gradient.shape}, expected {shape}"

@@ -1,7 +1,7 @@
 """Files of a saved state: written whole or not at all, read back only if nothing is amiss.
 
-A manifest says what is saved: the groups with their parameters, the step, and digests. Local
-work only: nothing here communicates.
+A manifest says what is saved: the groups with their parameters, the step, and digests; not
+where they lay. Local work only: nothing here communicates, and arrays are of the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 import ml_dtypes  # noqa: F401  (lets NumPy know the names of its dtypes)
 import numpy as np
 
-from mpicoll.parallel.flat import Array, DType, Entry, Group, bits, real
+from mpicoll.parallel.flat import DType, Entry, Group, bits, real
+from mpicoll.parallel.library import Array
 
 FORMAT = "mpicoll sharded state 1"
 MANIFEST = "manifest.json"

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from mpicoll.comm import Comm
-from mpicoll.parallel.flat import Array, DType, Group, bits
+from mpicoll.parallel.flat import DType, Group, bits
+from mpicoll.parallel.library import Array, beside, on_host
 from mpicoll.parallel.sharded_files import (
     MANIFEST,
     DamagedError,
@@ -33,7 +34,7 @@ from mpicoll.parallel.sharded_state import Part, named, reason, verdict
 def load_state(
     comm: Comm, path: str, parts: Sequence[Part], kind: str, fault: str
 ) -> tuple[int, list[Part]]:
-    """Return the step and new arrays for ``parts``, from what was saved; collective."""
+    """Return the step and new arrays for ``parts``, where those lie; collective."""
     what = f"load from {path!r}"
     verdict(comm, what, fault)
     text, folder, fault = comm.bcast(_read_manifest(path) if comm.rank == 0 else None, root=0)
@@ -50,7 +51,7 @@ def load_state(
     assert manifest is not None
 
     new = [
-        Part(part.group, part.low, {kind: np.zeros_like(a) for kind, a in part.arrays.items()})
+        Part(part.group, part.low, {k: np.zeros(a.shape, a.dtype) for k, a in part.arrays.items()})
         for part in parts
     ]
     if folder:
@@ -66,8 +67,18 @@ def load_state(
                 fault = reason(error)
         verdict(comm, what, fault)
         fault = _load_whole(comm, path, new)
+    try:
+        for part, made in zip(parts, new, strict=True):
+            made.arrays = {k: _there(a, part.arrays[k]) for k, a in made.arrays.items()}
+    except Exception as error:  # the device's memory is full
+        fault = fault or reason(error)
     verdict(comm, what, fault)
     return manifest.step, new
+
+
+def _there(array: Array, like: Array) -> Array:
+    """Return a loaded array in the place of the one that it replaces."""
+    return array if on_host(like) else beside(bits(array), like).view(array.dtype)
 
 
 def _read_manifest(path: str) -> tuple[str, bool, str]:

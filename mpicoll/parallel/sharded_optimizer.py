@@ -10,7 +10,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.parallel.agreement import wrapped
-from mpicoll.parallel.flat import Array, Group, bits, check, plan
+from mpicoll.parallel.flat import Group, bits, check, elements, plan
+from mpicoll.parallel.library import Array
 from mpicoll.parallel.optimizers import FlatOptimizer
 from mpicoll.parallel.sharded_base import IN_FLIGHT, Sharded
 from mpicoll.parallel.sharded_checks import (
@@ -32,7 +33,8 @@ BUCKET_BYTES = 25 << 20
 class ShardedOptimizer(Sharded):
     """An optimizer whose state, and with ``stage=2`` whose gradients, are cut into shards.
 
-    ``params`` are arrays by name in order of use, which `step` updates in place: float16,
+    ``params`` are arrays by name in order of use, which `step` updates in place; NumPy's, or
+    CuPy's of one device, where their gradients and all that is kept for them lie too: float16,
     bfloat16, float32, float64, complex64 or complex128, of any shape and memory order; those
     named in ``frozen`` may hold any numbers, and are only kept alike and saved. 16-bit floats
     have float32 copies, in shards, on which the optimizer works. Per step::
@@ -103,7 +105,7 @@ class ShardedOptimizer(Sharded):
 
     def _align(self, root: int) -> None:
         for shard in self._shards:
-            full = np.empty(shard.group.count, shard.group.element)
+            full = shard.group.xp.empty(shard.group.count, shard.group.element)
             shard.group.read(self.params, 0, full)
             self.comm.Bcast(bits(full), root)
             shard.group.write(full, self.params)
@@ -117,8 +119,8 @@ class ShardedOptimizer(Sharded):
         the call may wait for an earlier bucket, and so for the other ranks.
 
         Raises ValueError for an unknown or frozen name, a second call in one pass, another
-        shape, or a dtype that the parameter's does not hold exactly. Nothing is sent then, and
-        `step` raises on all ranks.
+        shape or place, or a dtype that the parameter's does not hold exactly. Nothing is sent
+        then, and `step` raises on all ranks.
         """
         fault = self._fault(name, gradient)
         if fault:
@@ -127,9 +129,7 @@ class ShardedOptimizer(Sharded):
         number, entry = self._places[name]
         full = self._open(number)
         target = full[entry.start : entry.stop]
-        given = np.ascontiguousarray(gradient).reshape(-1)
-        if given.dtype.kind == "c":
-            given = given.view(given.dtype.char.lower())
+        given = elements(gradient)
         with np.errstate(all="ignore"):
             if name in self._filled:
                 target += given
@@ -199,7 +199,7 @@ class ShardedOptimizer(Sharded):
         full = self._full.get(number)
         if full is None:
             group = self._trained[number].group
-            full = np.empty(group.padded(self.comm.size), group.wire)
+            full = group.xp.empty(group.padded(self.comm.size), group.wire)
             full[group.count :] = 0
             self._full[number] = self._ledger.add(self._kind, full)
         return full
@@ -258,7 +258,7 @@ class ShardedOptimizer(Sharded):
 
     def _value(self, shard: Shard) -> Array:
         """Return this rank's elements, taken from the caller's arrays."""
-        value = np.empty(shard.share, shard.group.element)
+        value: Array = shard.group.xp.empty(shard.share, shard.group.element)
         shard.group.read(self.params, shard.low, value)
         return value
 
@@ -278,7 +278,7 @@ class ShardedOptimizer(Sharded):
         """Send each updated shard to all ranks, while the next is being updated."""
         flights: deque[tuple[Shard, Flight]] = deque()
         for shard, value in zip(shards, values, strict=True):
-            full = np.empty(shard.group.padded(self.comm.size), value.dtype)
+            full = shard.group.xp.empty(shard.group.padded(self.comm.size), value.dtype)
             self._ledger.add("buffers", full)
             request = self.comm.Iallgather(bits(value), bits(full))
             flights.append((shard, Flight(request, full, value)))

@@ -9,7 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.parallel.agreement import wrapped
-from mpicoll.parallel.flat import Array, Group, bits, check, plan
+from mpicoll.parallel.flat import Group, bits, check, plan
+from mpicoll.parallel.library import Array, on_host
 from mpicoll.parallel.optimizers import FlatOptimizer
 from mpicoll.parallel.sharded_base import Sharded
 from mpicoll.parallel.sharded_checks import (
@@ -33,19 +34,20 @@ class _Layer:
         self.users = 0
         self.views: dict[str, Array] = {}
         for flight, group in zip(flights, groups, strict=True):
-            # Read-only: what was written here would be lost.
             full = flight.arrays[0].view()
-            full.flags.writeable = False
+            if on_host(full):  # read-only: what was written here would be lost
+                full.flags.writeable = False
             self.views |= group.views(full)
 
 
 class ShardedParameters(Sharded):
     """Parameters of which each rank keeps a shard; a layer is whole only while it is used.
 
-    ``layers`` are arrays by name, by layer, in order of use; dtypes and ``frozen`` (names
-    "layer.name") as in `ShardedOptimizer`. Values are taken from rank ``root``; the other ranks
-    need arrays of the same shape and dtype only, such as ``np.broadcast_to(zero, shape)``,
-    and nobody's arrays are kept or changed. Per step::
+    ``layers`` are arrays by name, by layer, in order of use; libraries, dtypes and ``frozen``
+    (names "layer.name") as in `ShardedOptimizer`. Values are taken from rank ``root``; the other
+    ranks need arrays of the same shape and dtype only, such as ``np.broadcast_to(zero, shape)``,
+    or CuPy's of that name for shards on their device; nobody's arrays are kept or changed. Per
+    step::
 
         for layer in layers:
             with params.gather(layer) as arrays:
@@ -115,10 +117,11 @@ class ShardedParameters(Sharded):
     def gather(self, layer: str, prefetch: str | None = "") -> Iterator[dict[str, Array]]:
         """Give the whole arrays of a layer, by name, until the block ends; collective.
 
-        They are read-only and of the caller's until then; afterwards the memory is given
-        back, unless the caller keeps an array. Blocks may be nested, of one layer too, which
-        is then gathered once. An exception in the block gives the layer back as usual;
-        leaving a block sends nothing.
+        They are the caller's until then, and only to be read: what is written is lost. NumPy's
+        arrays refuse it; CuPy has no such flag. Afterwards the memory is given back, unless
+        the caller keeps an array. Blocks may be nested, of one layer too, which is then gathered
+        once. An exception in the block gives the layer back as usual; leaving a block sends
+        nothing.
 
         Meanwhile the layer of use to come is gathered: the next in order of use, in the
         direction of the last two calls, turning round at the last layer. ``prefetch`` names
@@ -173,11 +176,11 @@ class ShardedParameters(Sharded):
             flights = []
             shards = self._layers[layer]
             for shard in shards:
-                assert shard.value is not None
-                full = np.empty(shard.group.padded(self.comm.size), shard.group.element)
+                value = self._value(shard)
+                full = shard.group.xp.empty(shard.group.padded(self.comm.size), value.dtype)
                 self._ledger.add("gathered", full)
-                request = self.comm.Iallgather(bits(shard.value), bits(full))
-                flights.append(Flight(request, full, shard.value))
+                request = self.comm.Iallgather(bits(value), bits(full))
+                flights.append(Flight(request, full, value))
             held = self._gathered[layer] = _Layer(flights, [one.group for one in shards])
         return held
 
@@ -195,8 +198,8 @@ class ShardedParameters(Sharded):
         Further calls before `step` add up.
 
         Raises ValueError for an unknown layer, before anything is sent, and for a wrong
-        set of names, a shape or a dtype; this rank then takes part with zeros, so that no
-        call is mispaired, and `step` raises on all ranks.
+        set of names, a shape, a place or a dtype; this rank then takes part with zeros, so that
+        no call is mispaired, and `step` raises on all ranks.
         """
         shards = self._layers.get(layer)
         if shards is None:
@@ -208,7 +211,7 @@ class ShardedParameters(Sharded):
             group = shard.group
             if not group.trainable:
                 continue
-            full = np.zeros(group.padded(self.comm.size), group.wire)
+            full = group.xp.zeros(group.padded(self.comm.size), group.wire)
             self._ledger.add("buffers", full)
             if not fault:
                 with np.errstate(all="ignore"):

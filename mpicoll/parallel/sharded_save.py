@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mpicoll.comm import Comm
-from mpicoll.parallel.flat import Array, Group, bits
+from mpicoll.parallel.flat import Group, bits
+from mpicoll.parallel.library import Array, to_host
 from mpicoll.parallel.sharded_files import (
     MANIFEST,
     Archive,
@@ -94,7 +95,7 @@ def _fill_shard(file: BinaryIO, parts: Sequence[Part]) -> None:
     with Archive(file) as archive:
         for number, part in enumerate(parts):
             for kind, array in part.arrays.items():
-                archive.add(f"{number}.{kind}", array)
+                archive.add(f"{number}.{kind}", to_host(array))
 
 
 def _fill_text(file: BinaryIO, text: str) -> None:
@@ -134,9 +135,9 @@ def save_file(
 
 
 def _gathered(comm: Comm, parts: Sequence[Part]) -> Iterator[tuple[str, Group, Array]]:
-    """Bring the arrays to rank 0, one at a time; the others get empty ones."""
+    """Bring the arrays to rank 0's host, one at a time; the others get empty ones."""
     for part in parts:
         for kind, array in part.arrays.items():
             full = np.empty(array.size * comm.size if comm.rank == 0 else 0, array.dtype)
-            comm.Gather(bits(array), bits(full) if comm.rank == 0 else None, 0)
+            comm.Gather(bits(to_host(array)), bits(full) if comm.rank == 0 else None, 0)
             yield kind, part.group, full

@@ -10,7 +10,8 @@ from mpi4py import MPI
 
 from mpicoll.comm import Comm
 from mpicoll.errors import MpicollError
-from mpicoll.parallel.flat import Array, Entry, Group
+from mpicoll.parallel.flat import Entry, Group
+from mpicoll.parallel.library import Array
 from mpicoll.parallel.sharded_files import DamagedError
 
 #: Reasons that are shown; a thousand ranks mostly have the same one.

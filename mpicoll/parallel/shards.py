@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpicoll import kernels
 from mpicoll.comm import Comm
-from mpicoll.parallel.flat import Array, Group, bits, is_half
+from mpicoll.parallel.flat import Group, bits, is_half
+from mpicoll.parallel.library import Array, narrow, widen
 from mpicoll.parallel.optimizers import FlatOptimizer
 from mpicoll.runtime.requests import Request
 
@@ -51,7 +51,7 @@ class Shard:
     """What one rank keeps of a group: elements ``low`` to ``high``, padding included.
 
     ``value`` is None where the caller's arrays hold the values; ``master`` is the float32
-    copy of 16-bit floats; ``gradient`` is None between steps.
+    copy of 16-bit floats; ``gradient`` is None between steps. All lie where the group does.
     """
 
     __slots__ = ("gradient", "group", "high", "low", "master", "state", "value")
@@ -64,7 +64,7 @@ class Shard:
         self.master: Array | None = None
         self.gradient: Array | None = None
         names = slots if group.trainable else ()
-        self.state = {name: np.zeros(share, group.update) for name in names}
+        self.state = {name: group.xp.zeros(share, group.update) for name in names}
 
     @property
     def share(self) -> int:
@@ -73,14 +73,14 @@ class Shard:
     def adopt(self, value: Array) -> None:
         """Make the float32 copy of a 16-bit ``value``, if this group has one."""
         if self.group.trainable and is_half(self.group.dtype):
-            self.master = np.empty(self.share, np.float32)
-            _loops(value).widen(self.master, value.view(np.uint8))
+            self.master = self.group.xp.empty(self.share, np.float32)
+            widen(self.master, value)
 
     def update(self, value: Array, optimizer: FlatOptimizer, factor: float, step: int) -> None:
         """Run the optimizer on ``value``, this rank's elements in the group's dtype."""
         gradient = self.gradient
         if gradient is None:
-            gradient = np.zeros(self.share, self.group.update)
+            gradient = self.group.xp.zeros(self.share, self.group.update)
         work = value if self.master is None else self.master
         # Warnings are off: one turned into an error on one rank leaves the others waiting.
         with np.errstate(all="ignore"):
@@ -88,23 +88,17 @@ class Shard:
                 gradient *= factor
             optimizer.update(work, gradient, self.state, step)
         if self.master is not None:
-            _loops(value).narrow(value.view(np.uint8), self.master)
-
-
-def _loops(value: Array) -> kernels.Half:
-    loops = kernels.half(value.dtype)
-    assert loops is not None
-    return loops
+            narrow(value, self.master)
 
 
 def spread(comm: Comm, shards: Sequence[Shard], values: Mapping[str, Array], root: int) -> None:
     """Give every rank its shard of the root's values, one scatter per group."""
     for shard in shards:
         group = shard.group
-        shard.value = np.empty(shard.share, group.element)
+        shard.value = group.xp.empty(shard.share, group.element)
         full = None
         if comm.rank == root:
-            full = np.empty(group.padded(comm.size), group.element)
+            full = group.xp.empty(group.padded(comm.size), group.element)
             group.read(values, 0, full)
         comm.Scatter(None if full is None else bits(full), bits(shard.value), root)
         shard.adopt(shard.value)

@@ -13,7 +13,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import finalize
 
 import deferred
@@ -98,6 +98,12 @@ def _known(name: str) -> Callable[..., Any]:
     return backwards
 
 
+class _Flags(NamedTuple):
+    c_contiguous: bool
+    f_contiguous: bool
+    owndata: bool
+
+
 class _Room:
     """Memory that arrays share. When the last is gone, whoever comes next may have it.
 
@@ -141,11 +147,9 @@ class ndarray:
 
     @property
     def flags(self) -> Any:
-        """Those that CuPy has."""
+        """Those that CuPy has; there is none to be set."""
         flags = self.memory.flags
-        return SimpleNamespace(
-            c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous, owndata=False
-        )
+        return _Flags(flags.c_contiguous, flags.f_contiguous, False)
 
     @property
     def data(self) -> Any:

@@ -150,3 +150,37 @@ def test_libraries_keep_their_arrays(world: Comm, cupy: Any) -> None:
         assert isinstance(total, cupy.ndarray)
         assert total.dtype == x.dtype
         assert float(total[0, 0]) == world.size * (world.size + 1) / 2
+
+
+@pytest.mark.parametrize("pointers", [True, False], ids=["pointers", "staged"])
+def test_training_layer(
+    pointers: bool, world: Comm, ranks: Ranks, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the deferred device shows of mpicoll.parallel, with CuPy in the stand-in's place."""
+    import sharded_there
+    import test_parallel_data_device as data
+    import test_parallel_experts_device as experts
+    import test_parallel_sharded_device as sharded
+    import test_parallel_statistics_device as statistics
+
+    from mpicoll.runtime import device
+
+    if pointers and not device_support.takes_device_pointers():
+        pointers = False
+    for module in (sharded_there, data, experts, sharded, statistics):
+        monkeypatch.setattr(module, "cupy", cupy)
+    monkeypatch.setattr(device._cupy(), "direct", lambda: pointers)
+    monkeypatch.setattr(sharded, "_EXPECTED", {})
+    # On all ranks, and where others have theirs on the host.
+    for place in ("device", "one rank"):
+        for compress in (None, "bf16"):
+            data.test_bits_are_those_of_the_host(compress, place, "late", pointers, world, ranks)
+    for place in ("device", "even ranks"):
+        for dtype in (np.float32, np.dtype(ml_dtypes.bfloat16)):
+            rng = np.random.default_rng([ranks.seed, world.rank])
+            given = dtype, place, "late", pointers, world, rng
+            experts.test_bits_are_those_of_the_host(*given)
+            statistics.test_bits_are_those_of_the_host(*given)
+            statistics.test_features(*given)
+    for stage in (1, 2, 3):
+        sharded.test_bits_are_those_of_the_host(stage, "device", "late", pointers)

@@ -571,7 +571,7 @@ WRONG: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "not an array": (
         lambda: optimizer_of(X),
         lambda: optimizer_of({"x": 1.0}),
-        "parameter 'x' of type float, expected a NumPy array",
+        "parameter 'x' of type float, expected a NumPy or CuPy array",
     ),
     "name": (
         lambda: optimizer_of(X),
@@ -698,7 +698,7 @@ def test_arguments_that_differ_raise_on_all(options: dict[str, Any], text: str) 
 WRONG_GRADIENTS: dict[str, tuple[Any, str]] = {
     "z": (ones(2), "a gradient of 'z', which is no parameter"),
     "still": (ones(2), "a gradient of 'still', which is frozen"),
-    "list": ([1.0, 2.0], "the gradient of 'list' as list, expected a NumPy array"),
+    "list": ([1.0, 2.0], "the gradient of 'list' as list, expected a NumPy or CuPy array"),
     "shape": (ones(3), r"the gradient of 'shape' of shape \(3,\), expected \(2,\)"),
     "dtype": (ones(2, dtype=np.float64), "of dtype float64, expected float32 or what it holds"),
     "complex": (ones(2, dtype=np.complex64), "of dtype complex64, expected float32"),
