@@ -14,7 +14,17 @@ from typing import Any, cast
 from mpi4py import MPI
 
 from mpicoll.runtime.backend import Event, Kernel
-from mpicoll.runtime.executor import Bytes, Execution, Message, Work, _over
+from mpicoll.runtime.executor import (
+    IRECV,
+    ISEND,
+    Bytes,
+    Execution,
+    Message,
+    Posting,
+    Work,
+    _over,
+    post,
+)
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.plan import Plan
 from mpicoll.runtime.record import Record
@@ -30,7 +40,6 @@ class Drain(Execution):
 
     def __init__(self, done: Callable[[bool], bool]) -> None:
         """Take what asks whether the device is done, or waits until it is."""
-        self._requests = None
         self._done = done
         self.failed = None
 
@@ -62,8 +71,8 @@ def rounds(
 ) -> Generator[Execution, None, None]:
     """Yield what runs a plan on device memory, in the order of law 6.
 
-    A fault of the device does not keep this rank from its messages, which the others wait
-    for: they get empty ones, and raise too.
+    A fault of the device, or an interrupt, does not keep this rank from its messages, which
+    the others wait for: they get empty ones, and raise too.
     """
     try:
         lane.enter()
@@ -74,7 +83,7 @@ def rounds(
                     drain = Drain(lane.loaded)
                     yield drain
                     execution.failed = drain.failed
-    except Exception as error:
+    except BaseException as error:
         execution.failed = error
     yield execution
     if execution.failed is None:
@@ -98,9 +107,10 @@ class DeviceExecution(Execution):
         work: Bytes,
         record: Record,
         traced: bool = False,
+        fault: BaseException | None = None,
     ) -> None:
         """Bind a plan whose buffers are on a device."""
-        super().__init__(plan, comm, work, record, traced)
+        super().__init__(plan, comm, work, record, traced, fault)
         assert plan.lane is not None
         self._lane = plan.lane
 
@@ -143,22 +153,24 @@ class Direct(DeviceExecution):
     __slots__ = ()
 
     def _step(self, wait: bool) -> bool:
-        if self._requests is None:
+        complete = False
+        if self._begun != self._number:
             if not self._device(lambda: self._lane.ready(wait)):
                 return False
             self._post()
-        if not self._complete(wait):
+        else:
+            complete = self._resumed()
+        if not complete and not self._complete(wait):
             return False
         self._settle()
         return True
 
     def _complete(self, wait: bool) -> bool:
         """Return whether the messages of the step are complete."""
-        assert self._requests is not None
         if wait and self.failed is None:
             try:
                 return MPI.Request.Waitall(self._requests, self._statuses)
-            except BaseException as error:
+            except MPI.Exception as error:
                 self._fail(error)
         while not self._tested():
             if not wait:
@@ -166,20 +178,24 @@ class Direct(DeviceExecution):
             time.sleep(0)
         return True
 
-    def _send_and_receive(
-        self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Request]
-    ) -> None:
+    def _send_and_receive(self, recvs: Sequence[Message], sends: Sequence[Message]) -> None:
+        post(self._requests, [*self._wanted(IRECV, recvs), *self._wanted(ISEND, sends)])
+
+    def _post_empty(self) -> None:
+        recvs, sends, _, _ = self._stages[self._number]
+        nothing = [_NOTHING, 0, MPI.BYTE]
+        empty = [(ISEND, self._comm, nothing, message.peer, self._tag) for message in sends]
+        post(self._requests, [*self._wanted(IRECV, recvs), *empty][len(self._requests) :])
+
+    def _wanted(self, method: Any, messages: Sequence[Message]) -> list[Posting]:
+        """Return what posts messages from device memory or into it."""
         comm, tag, byte = self._comm, self._tag, MPI.BYTE
         memory = [getattr(one, "address", 0) for one in self._memory]
-        known = len(requests)
-        for peer, buffer, start, stop in recvs[known:]:
+        found: list[Posting] = []
+        for peer, buffer, start, stop in messages:
             at = MPI.buffer.fromaddress(memory[buffer] + start, stop - start)
-            requests.append(comm.Irecv([at, stop - start, byte], peer, tag))
-        for peer, buffer, start, stop in sends[max(0, known - len(recvs)) :]:
-            at = _NOTHING
-            if self.failed is None:
-                at = MPI.buffer.fromaddress(memory[buffer] + start, stop - start)
-            requests.append(comm.Isend([at, len(at), byte], peer, tag))
+            found.append((method, comm, [at, stop - start, byte], peer, tag))
+        return found
 
 
 class Staged(DeviceExecution):
@@ -190,19 +206,22 @@ class Staged(DeviceExecution):
     of different messages overlap.
     """
 
-    __slots__ = ("_departing", "_landing", "_open", "_sent")
+    __slots__ = ("_any", "_departing", "_landing", "_open")
 
+    _any: MPI.Status
     _departing: list[tuple[Segment, Event]]
-    _landing: list[Segment]
+    _landing: list[Segment | None]
     _open: list[int]
-    _sent: int
 
     def _step(self, wait: bool) -> bool:
-        if self._requests is None:
+        if self._begun != self._number:
             self._post()
+        elif self.failed is not None:  # perhaps interrupted before all was posted
+            self._receive()
         if not self._depart(wait) or not self._arrive(wait) or not self._gone(wait):
             return False
-        for segment, event in self._departing:
+        while self._departing:  # each leaves the list first, lest one is given back twice
+            segment, event = self._departing.pop()
             # After a failure nobody has waited for the copy into it.
             self._lane.pool.give(segment, None if self.failed is None else event)
         self._settle()
@@ -210,26 +229,39 @@ class Staged(DeviceExecution):
 
     def _post(self) -> None:
         """Post the receives, queue the copies down and the local work."""
-        recvs, sends, local, self._record.waits = self._stages[self._number]
-        self._record.step = self._number + 1
+        number = self._number
+        recvs, sends, local, self._record.waits = self._stages[number]
+        self._record.step = number + 1
         if self._traced:
-            self._posted = time.perf_counter()
-        pool, comm = self._lane.pool, self._comm
-        self._landing = [pool.take(stop - start) for _, _, start, stop in recvs]
-        self._requests = [
-            comm.Irecv([segment.memory, stop - start, MPI.BYTE], peer, self._tag)
-            for segment, (peer, _, start, stop) in zip(self._landing, recvs, strict=True)
-        ]
+            self._posted = self._worked = time.perf_counter()
+        self._landing = [self._lane.pool.take(stop - start) for _, _, start, stop in recvs]
+        self._requests = []
         self._statuses = [MPI.Status() for _ in (*recvs, *sends)]
+        self._any = MPI.Status()
         self._open = list(range(len(recvs)))
-        self._departing, self._sent = [], 0
+        self._departing = []
         try:
+            # From here on an interrupt is a failure, before it the step is not begun.
+            self._begun = number
+            self._receive()
             if self.failed is None:
                 self._queue(sends, local)
+            if self._traced:
+                self._worked = time.perf_counter()
         except BaseException as error:
             self._fail(error)
-        if self._traced:
-            self._worked = time.perf_counter()
+            self._receive()
+
+    def _receive(self) -> None:
+        """Post the receives that are not posted yet."""
+        comm, tag, byte = self._comm, self._tag, MPI.BYTE
+        known = len(self._requests)
+        wanted: list[Posting] = []
+        recvs = self._stages[self._number].recvs[known:]
+        for segment, (peer, _, start, stop) in zip(self._landing[known:], recvs, strict=True):
+            assert segment is not None  # it has not come, so it was not taken away
+            wanted.append((IRECV, comm, [segment.memory, stop - start, byte], peer, tag))
+        post(self._requests, wanted)
 
     def _queue(self, sends: Sequence[Message], local: Sequence[Work]) -> None:
         lane = self._lane
@@ -243,46 +275,50 @@ class Staged(DeviceExecution):
 
     def _depart(self, wait: bool) -> bool:
         """Send what has been copied down; return whether all is sent."""
-        sends = self._stages[self._number].sends
-        assert self._requests is not None
-        while self._sent < len(sends):
-            peer, _, start, stop = sends[self._sent]
+        sends, received = self._stages[self._number].sends, len(self._landing)
+        while (sent := len(self._requests) - received) < len(sends):
+            peer, _, start, stop = sends[sent]
             at: list[Any] = [_NOTHING, 0, MPI.BYTE]
             if self.failed is None:
-                segment, event = self._departing[self._sent]
+                segment, event = self._departing[sent]
                 if not self._device(lambda event=event: self._lane.is_down(event, wait)):  # type: ignore[misc]
                     return False
                 if self.failed is None:
                     at = [segment.memory, stop - start, MPI.BYTE]
-            self._requests.append(self._comm.Isend(at, peer, self._tag))
-            self._sent += 1
+            post(self._requests, [(ISEND, self._comm, at, peer, self._tag)])
         return True
 
     def _arrive(self, wait: bool) -> bool:
         """Copy up what has come; return whether all has."""
-        assert self._requests is not None
         while self._open:
             found = self._next_arrival(wait)
             if found is None:
                 return False
-            self._open.remove(found)
             _, buffer, start, stop = self._stages[self._number].recvs[found]
-            segment = self._landing[found]
-            if self.failed is not None or self._statuses[found].count != stop - start:
-                self._lane.pool.give(segment)
-                continue
+            # Taken away first, so that it is copied and given back once: what is interrupted
+            # then is a failure.
+            segment, self._landing[found] = self._landing[found], None
             try:
-                self._lane.up(cast(Region, self._memory[buffer][start:stop]), segment)
-            except Exception as error:
+                if segment is None:
+                    pass
+                elif self.failed is not None or self._statuses[found].count != stop - start:
+                    self._lane.pool.give(segment)
+                else:
+                    self._lane.up(cast(Region, self._memory[buffer][start:stop]), segment)
+            except BaseException as error:
                 self._fail(error)
+            self._open.remove(found)
         return True
 
     def _next_arrival(self, wait: bool) -> int | None:
         """Return the number of a receive that is complete; a failed one is complete too."""
-        assert self._requests is not None
         while True:
             for number in self._open:
                 request = self._requests[number]
+                if not request:  # complete before an interrupt, perhaps by Waitany
+                    if self._statuses[number].source < 0:
+                        self._statuses[number], self._any = self._any, MPI.Status()
+                    return number
                 try:
                     if request.Test(self._statuses[number]):
                         return number
@@ -292,15 +328,9 @@ class Staged(DeviceExecution):
             if not wait:
                 return None
             try:
-                number = MPI.Request.Waitany(
-                    [self._requests[one] for one in self._open], status := MPI.Status()
-                )
+                MPI.Request.Waitany([self._requests[one] for one in self._open], self._any)
             except MPI.Exception as error:
                 self._fail(error)
-                continue
-            found = self._open[number]
-            self._statuses[found] = status
-            return found
 
     def _misfit(self, error: MPI.Exception, number: int) -> Exception:
         peer, _, start, stop = self._stages[self._number].recvs[number]
@@ -314,7 +344,6 @@ class Staged(DeviceExecution):
 
     def _gone(self, wait: bool) -> bool:
         """Return whether all sends are complete."""
-        assert self._requests is not None
         requests = self._requests[len(self._landing) :]
         while open_ := [request for request in requests if not _over(request)]:
             if not wait:

@@ -7,10 +7,12 @@ a plan, which binds such a program to memory: in one go (`run`), or bit by bit (
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,25 @@ MESSAGE_LIMIT = 1 << 30
 
 _POSITION = {INPUT: 0, OUTPUT: 1, WORK: 2}
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
+
+#: A message to be posted: a method of MPI, and its arguments.
+Posting: TypeAlias = tuple[Any, ...]
+IRECV, ISEND = MPI.Comm.Irecv, MPI.Comm.Isend
+# Calls what its first argument is; in C, as `post` needs it.
+_call: Callable[..., Any]
+if sys.version_info >= (3, 11):
+    from operator import call as _call
+else:
+    _call = type(MPI.Comm.Irecv).__call__
+
+
+def post(requests: list[MPI.Request], wanted: Sequence[Posting]) -> None:
+    """Post messages and put each request on the list in the same moment.
+
+    Handlers of signals run between two instructions of Python, and what they raise would
+    lose a request that a call into MPI has just returned. Here there is none between.
+    """
+    requests += starmap(_call, wanted)
 
 
 class Reduction(Protocol):
@@ -138,8 +159,8 @@ class Execution:
 
     __slots__ = (
         "_alias",
+        "_begun",
         "_comm",
-        "_ended",
         "_memory",
         "_number",
         "_posted",
@@ -153,6 +174,7 @@ class Execution:
         "_traced",
         "_worked",
         "failed",
+        "fault",
     )
 
     def __init__(
@@ -162,8 +184,12 @@ class Execution:
         work: Bytes,
         record: Record,
         traced: bool = False,
+        fault: BaseException | None = None,
     ) -> None:
-        """Bind a plan to a communicator and to scratch; nothing is sent yet."""
+        """Bind a plan to a communicator and to scratch; nothing is sent yet.
+
+        With ``fault``, which is why there is no scratch, every run fails from its start on.
+        """
         self._stages = plan.recipe.program.stages
         self._tag = plan.tag
         self._memory = (plan.source, plan.target, work)
@@ -171,16 +197,19 @@ class Execution:
         self._alias = plan.alias
         self._comm = comm
         self._traced = traced
-        self._requests: list[MPI.Request] | None = None  # of the posted step, None before
-        self._ended = False
+        self.fault = fault
         self.begin(record)
 
     def begin(self, record: Record) -> None:
         """Stand before the first step of a run."""
-        self._number = 0
+        # The steps that are over, and the one that ``_requests`` and ``_statuses`` belong to.
+        self._number, self._begun = 0, -1
         self._record = record
-        self.failed: BaseException | None = None
+        self.failed = self.fault
         record.step, record.steps = 0, len(self._stages)
+        if self._traced:  # behind those of what the ranks had to agree on before
+            self._times: list[StageTime] = [*record.stages]
+            record.stages = self._times
 
     def run(self) -> None:
         """Run to the end, waiting inside MPI.
@@ -188,60 +217,59 @@ class Execution:
         An interrupt, by whatever a handler of signals raises, leaves it where it is; it can
         be run on.
         """
-        stages = self._stages
-        while self._number < len(stages):
-            if self._requests is None:
+        steps = len(self._stages)
+        while (number := self._number) < steps:
+            if self._begun != number:
                 self._post()
-            if self._requests and not self._ended:
+                waits = bool(self._requests)
+            else:
+                waits = not self._resumed()
+            if waits:
                 try:
                     MPI.Request.Waitall(self._requests, self._statuses)
-                    self._ended = True
                 except MPI.Exception as error:
                     self._fail(error)
                     for request in self._requests:
                         while not _over(request):
                             time.sleep(0)
-                except BaseException:
-                    self._ended = self._seems_complete()
-                    raise
             self._settle()
 
     def advance(self) -> bool:
         """Go as far as it goes without waiting; return whether the end is reached."""
-        stages = len(self._stages)
-        while self._number < stages:
-            if self._requests is None:
+        steps = len(self._stages)
+        while (number := self._number) < steps:
+            if self._begun != number:
                 self._post()
-            if self._requests and not self._tested():
+                waits = bool(self._requests)
+            else:
+                waits = not self._resumed()
+            if waits and not self._tested():
                 return False
             self._settle()
         return True
 
     def _tested(self) -> bool:
         """Return whether the messages of the step are complete."""
-        assert self._requests is not None
-        if self._ended:
-            return True
         if self.failed is None:
             try:
-                self._ended = MPI.Request.Testall(self._requests, self._statuses)
-                return self._ended
+                return MPI.Request.Testall(self._requests, self._statuses)
             except MPI.Exception as error:
                 self._fail(error)
-            except BaseException:
-                self._ended = self._seems_complete()
-                raise
         # One that fails lets the others be, so they are asked one by one.
         return all(_over(request) for request in self._requests)
 
-    def _seems_complete(self) -> bool:
-        """Return whether the call into MPI that an interrupt followed has completed the step.
+    def _resumed(self) -> bool:
+        """Go on with a step that was begun; return whether it is known to be complete.
 
-        Asking again would lose what it has written about the messages received.
+        Asking MPI again would lose what it has written about the messages received.
         """
-        if self._stages[self._number].recvs:
-            return self._statuses[0].source >= 0
-        return not any(self._requests or ())
+        if self.failed is not None:  # and perhaps interrupted before all was posted
+            self._post_empty()
+        return self._seems_complete()
+
+    def _seems_complete(self) -> bool:
+        """Return whether a call into MPI that an interrupt followed has completed the step."""
+        return not any(self._requests)
 
     def raise_failure(self) -> None:
         """Raise what went wrong, if anything did."""
@@ -250,7 +278,7 @@ class Execution:
 
     def pending(self) -> tuple[int, ...]:
         """Return the peers whose messages of this step have not all come or gone."""
-        if not self._requests:
+        if self._begun != self._number:
             return ()
         recvs, sends, _, _ = self._stages[self._number]
         peers = [message.peer for message in (*recvs, *sends)]
@@ -263,41 +291,61 @@ class Execution:
 
     def _post(self) -> None:
         """Post the messages of the next step, and do the local work that goes with it."""
-        recvs, sends, local, waits = self._stages[self._number]
+        number = self._number
+        recvs, sends, local, waits = self._stages[number]
         self._record.waits = waits
-        self._record.step = self._number + 1
+        self._record.step = number + 1
         if self._traced:
-            self._posted = time.perf_counter()
-        self._statuses = [MPI.Status() for _ in recvs] if recvs else []  # MPI adds the others
-        requests: list[MPI.Request] = []
+            self._posted = self._worked = time.perf_counter()
+        # MPI adds those of the sends.
+        self._statuses = [MPI.Status()] if len(recvs) == 1 else [MPI.Status() for _ in recvs]
+        self._requests: list[MPI.Request] = []
         try:
-            # First in here, so that an interrupt leaves the step unposted or is caught.
-            self._requests = requests
-            if recvs or sends:
-                self._send_and_receive(recvs, sends, requests)
-            if local and self.failed is None:
-                self._work(local)
+            # From here on an interrupt is a failure, before it the step is not begun.
+            self._begun = number
+            if self.failed is not None:
+                self._post_empty()
+            else:
+                if recvs or sends:
+                    self._send_and_receive(recvs, sends)
+                if local:
+                    self._work(local)
+            if self._traced:
+                self._worked = time.perf_counter()
         except BaseException as error:
             self.failed = self.failed or error
-            self._send_and_receive(recvs, sends, requests)  # what is not posted yet
-        if self._traced:
-            self._worked = time.perf_counter()
+            self._post_empty()
 
-    def _send_and_receive(
-        self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Request]
-    ) -> None:
-        """Post what is not among ``requests`` yet; empty messages after a failure."""
+    def _send_and_receive(self, recvs: Sequence[Message], sends: Sequence[Message]) -> None:
+        """Post the messages of a step."""
         comm, memory, tag, byte = self._comm, self._memory, self._tag, MPI.BYTE
-        if requests:
-            recvs, sends = recvs[len(requests) :], sends[max(0, len(requests) - len(recvs)) :]
+        wanted: list[Posting] = []
         for peer, buffer, start, stop in recvs:
             given = (memory[buffer][start:stop], stop - start, byte)
-            requests.append(comm.Irecv(given, peer, tag))
+            wanted.append((IRECV, comm, given, peer, tag))
         for peer, buffer, start, stop in sends:
             given = (memory[buffer][start:stop], stop - start, byte)
-            if self.failed is not None:
-                given = (_NO_BYTES, 0, byte)
-            requests.append(comm.Isend(given, peer, tag))
+            wanted.append((ISEND, comm, given, peer, tag))
+        post(self._requests, wanted)
+
+    def _post_empty(self) -> None:
+        """Post what is not posted yet of a step that fails: receives, and empty messages.
+
+        Without scratch each message lands in memory of its own, which is less than the scratch
+        that could not be had. Where there is not even that, it is tried again by whoever runs
+        this on.
+        """
+        recvs, sends, _, _ = self._stages[self._number]
+        comm, tag, byte = self._comm, self._tag, MPI.BYTE
+        nothing = (_NO_BYTES, 0, byte)
+        wanted: list[Posting] = []
+        for peer, buffer, start, stop in recvs:
+            there = self._memory[buffer][start:stop]
+            if there.size != stop - start:
+                there = np.empty(stop - start, np.uint8)
+            wanted.append((IRECV, comm, (there, stop - start, byte), peer, tag))
+        wanted += [(ISEND, comm, nothing, message.peer, tag) for message in sends]
+        post(self._requests, wanted[len(self._requests) :])
 
     def _work(self, local: Sequence[Work]) -> None:
         memory, alias = self._memory, self._alias
@@ -324,11 +372,10 @@ class Execution:
                 if count != stop - start:
                     self.failed = self._wrong(peer, count, stop - start)
                     break
-        if self._traced:
-            self._trace(recvs, sends)
-        self._requests = None
+        stage = self._timed(recvs, sends) if self._traced else None
         self._number += 1
-        self._ended = False
+        if stage is not None:
+            self._times.append(stage)
 
     def _where(self) -> str:
         return f"step {self._number + 1} of {len(self._stages)}"
@@ -369,21 +416,16 @@ class Execution:
                 )
         return error
 
-    def _trace(self, recvs: Sequence[Message], sends: Sequence[Message]) -> None:
-        if not self._record.stages:
-            self._times: list[StageTime] = []
-            self._record.stages = self._times
-        self._times.append(
-            StageTime(
-                self._number + 1,
-                self._posted,
-                self._worked,
-                time.perf_counter(),
-                tuple([message.peer for message in recvs]),
-                tuple([message.peer for message in sends]),
-                sum(message.stop - message.start for message in recvs),
-                sum(message.stop - message.start for message in sends),
-            )
+    def _timed(self, recvs: Sequence[Message], sends: Sequence[Message]) -> StageTime:
+        return StageTime(
+            self._number + 1,
+            self._posted,
+            self._worked,
+            time.perf_counter(),
+            tuple([message.peer for message in recvs]),
+            tuple([message.peer for message in sends]),
+            sum(message.stop - message.start for message in recvs),
+            sum(message.stop - message.start for message in sends),
         )
 
 
@@ -403,7 +445,7 @@ class Native(Execution):
     def advance(self) -> bool:
         """Return whether the call is complete."""
         try:
-            return MPI.Request.Testall(self._requests or [])
+            return MPI.Request.Testall(self._requests)
         except MPI.Exception as error:
             self.failed = self.failed or error
             return True

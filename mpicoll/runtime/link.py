@@ -130,7 +130,7 @@ class Link:
         if self.watched:
             self.learn()
         if progress.ACTIVE:
-            self._catch_up()
+            progress.progress()
         sequence = self.tags.next_sequence(self._complete)
         record = Record(self.identity, sequence, collective, form)
         record.start = time.perf_counter()
@@ -149,7 +149,7 @@ class Link:
         if self.watched:
             self.learn()
         if progress.ACTIVE:
-            self._catch_up()
+            progress.progress()
         record = Record(first.communicator, first.sequence, first.collective, first.form)
         record.start = time.perf_counter()
         record.site = RECORDER.site()
@@ -166,7 +166,16 @@ class Link:
             raise PoisonedError(self.poison)
 
     def closed(self, record: Record, error: BaseException | None) -> None:
-        """Note that a call is over."""
+        """Note that a blocking call is over, unless it goes on after an interrupt."""
+        if error is None and self.tracer is None:  # the usual case
+            record.end = time.perf_counter()
+        elif error is None or not any(one.record is record for one in progress.active(self)):
+            self.over(record, error)
+
+    def over(self, record: Record, error: BaseException | None) -> None:
+        """Note that a call is over; harmless the second time."""
+        if record.end:
+            return
         record.end = time.perf_counter()
         if error is not None:
             record.error = f"{type(error).__name__}: {error}"
@@ -175,17 +184,6 @@ class Link:
                 RECORDER.dump(self.settings.flight, record.error)
         if self.tracer is not None:
             self.tracer.add(record)
-
-    def _catch_up(self) -> None:
-        """Drive what is in flight, and complete the blocking calls that an interrupt has left.
-
-        Nobody has a request of those, and their buffers are likely to be used next: by the
-        same call once more.
-        """
-        progress.progress()
-        for operation in progress.active(self):
-            if operation.record.form == "blocking":
-                self._complete_one(operation)
 
     def _complete(self, sequences: range | None = None) -> None:
         """Complete the calls that are in flight here, all or those of an interval.
@@ -220,16 +218,19 @@ class Link:
 
     def run(self, plan: Plan, record: Record) -> None:
         """Run a plan on host memory to its end, waiting inside MPI; a simple case of `course`."""
-        execution, work = self._bound(plan, record)
+        execution: Execution | None = None
         try:
+            execution, work = self._bound(plan, record)
+            plan.describe(record)
             execution.run()
+            self.scratch.give(work)
         except MPI.Exception:
             raise  # nothing can be posted any more
-        except BaseException:
+        except BaseException as error:
             # The others wait for the rest of the schedule, which whoever calls next goes on with.
-            progress.launch(progress.Operation(self, record, self._rest(plan, execution)))
+            course = self._rest(plan, execution or self._failing(plan, record, error))
+            progress.keep(progress.Operation(self, record, course))
             raise
-        self.scratch.give(work)
         self._over(plan, execution)
 
     def _rest(self, plan: Plan, execution: Execution) -> progress.Course:
@@ -239,43 +240,73 @@ class Link:
 
     def _bound(self, plan: Plan, record: Record) -> tuple[Execution, Bytes]:
         """Return a run of a plan on host memory, before its first step, and its scratch."""
-        work = self.scratch.take(plan.recipe.program.work_bytes)
-        execution = Execution(plan, self.hidden, work, record, self.tracer is not None)
-        plan.describe(record)
-        _load(plan, execution)
-        return execution, work
+        fault, work = None, EMPTY
+        try:
+            work = self.scratch.take(plan.recipe.program.work_bytes)
+            plan.load()
+        except BaseException as error:
+            fault = error
+        return Execution(plan, self.hidden, work, record, self.tracer is not None, fault), work
+
+    def _failing(self, plan: Plan, record: Record, fault: BaseException) -> Execution:
+        """Return a run of a plan that does nothing but tell the others, who wait for it."""
+        kind = Execution if plan.lane is None else Staged
+        return kind(plan, self.hidden, EMPTY, record, self._traces, fault)
 
     def course(self, plan: Plan, record: Record) -> progress.Course:
         """Yield what runs a plan, and do what is to be done before and after it."""
         if plan.lane is not None:
             try:
                 bound: Execution = self._prepared(plan, record, Execution)
-            except Exception as error:
-                # Out of memory. The others wait for messages, which need none after a failure.
-                bound = Staged(plan, self.hidden, EMPTY, record, self._traces)
-                bound.failed = error
-            yield from self._rounds(plan, bound, record)
+                plan.describe(record)
+                steps = rounds(plan.lane, bound, plan.loads, plan.finish)
+            except BaseException as error:
+                bound = self._failing(plan, record, error)
+                steps = rounds(plan.lane, bound, plan.loads, plan.finish)
+            yield from steps
+            self.stats.add(plan.recipe)
             return
-        execution, work = self._bound(plan, record)
+        work = EMPTY
+        try:
+            execution, work = self._bound(plan, record)
+            plan.describe(record)
+        except BaseException as error:
+            execution = self._failing(plan, record, error)
         yield execution
         self.scratch.give(work)
         self._over(plan, execution)
 
     def prepare(self, plan: Plan, record: Record) -> PersistentExecution | DeviceExecution:
-        """Bind a plan to memory of its own, for many runs."""
-        return self._prepared(plan, record, PersistentExecution)
+        """Bind a plan to memory of its own, for many runs.
+
+        Where there is none, each run fails, and does not leave the others waiting.
+        """
+        try:
+            return self._prepared(plan, record, PersistentExecution)
+        except MemoryError as error:
+            kind = PersistentExecution if plan.lane is None else Staged
+            return kind(plan, self.hidden, EMPTY, record, self._traces, error)
 
     def again(
         self, plan: Plan, execution: PersistentExecution | DeviceExecution, record: Record
     ) -> progress.Course:
         """Yield what runs a prepared plan once more."""
-        execution.begin(record)
+        try:
+            if execution.fault is not None:
+                execution.fault.with_traceback(None)  # lest each run adds to it
+            execution.begin(record)
+            plan.describe(record)
+            if plan.lane is not None:
+                plan.lane.again()
+            elif execution.failed is None:
+                plan.load()
+        except BaseException as error:
+            execution.begin(record)
+            execution.failed = execution.failed or error
         if plan.lane is not None:
-            plan.lane.again()
-            yield from self._rounds(plan, execution, record)
+            yield from rounds(plan.lane, execution, plan.loads, plan.finish)
+            self.stats.add(plan.recipe)
             return
-        plan.describe(record)
-        _load(plan, execution)
         yield execution
         self._over(plan, execution)
 
@@ -290,13 +321,6 @@ class Link:
         on_device = Direct if direct else Staged
         return on_device(plan, self.hidden, work, record, self._traces)
 
-    def _rounds(self, plan: Plan, execution: Execution, record: Record) -> progress.Course:
-        """Yield what runs a plan on device memory."""
-        assert plan.lane is not None
-        plan.describe(record)
-        yield from rounds(plan.lane, execution, plan.loads, plan.finish)
-        self.stats.add(plan.recipe)
-
     def _over(self, plan: Plan, execution: Execution) -> None:
         if execution.failed is not None:
             raise execution.failed
@@ -309,11 +333,9 @@ class Link:
         """Yield what runs a schedule of int64 items that prepares a collective, and count it."""
         program = compiled(schedule, np.dtype(np.int64).itemsize)
         recipe = Recipe(Algorithm("agreement", name, lambda _: schedule), program)
-        work = np.empty(program.work_bytes, np.uint8)
-        execution = Execution(
-            Plan(recipe, tag, source, target), self.hidden, work, record, self._traces
-        )
+        execution, work = self._bound(Plan(recipe, tag, source, target), record)
         yield execution
+        self.scratch.give(work)
         execution.raise_failure()
         self.stats.add(recipe)
 
@@ -356,17 +378,6 @@ class Link:
             watchdog.WATCHED.remove(self)
         RECORDER.leave(self.identity)
         self.hidden.Free()
-
-
-def _load(plan: Plan, execution: Execution) -> None:
-    """Bring the input to where the schedule reads it.
-
-    A failure fails the run and does not end it, since the others wait for its messages.
-    """
-    try:
-        plan.load()
-    except BaseException as error:
-        execution.failed = error
 
 
 def _native(request: MPI.Request) -> progress.Course:

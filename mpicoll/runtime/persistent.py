@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from itertools import filterfalse
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -29,12 +30,13 @@ class PersistentExecution(Execution):
         work: Bytes,
         record: Record,
         traced: bool = False,
+        fault: BaseException | None = None,
     ) -> None:
         """Bind a plan to a communicator and to scratch, and set its MPI requests up."""
-        super().__init__(plan, comm, work, record, traced)
+        super().__init__(plan, comm, work, record, traced, fault)
         self._prepared: list[list[MPI.Prequest]] = []
         try:
-            for recvs, sends, _, _ in self._stages:
+            for recvs, sends, _, _ in () if fault is not None else self._stages:
                 self._prepared.append([])
                 self._prepare(recvs, sends, self._prepared[-1])
         except BaseException:
@@ -53,15 +55,16 @@ class PersistentExecution(Execution):
             given = (memory[buffer][start:stop], stop - start, byte)
             requests.append(comm.Send_init(given, peer, tag))
 
-    def _send_and_receive(
-        self, recvs: Sequence[Message], sends: Sequence[Message], requests: list[MPI.Request]
-    ) -> None:
-        if requests or self.failed is not None:
-            super()._send_and_receive(recvs, sends, requests)
-            return
-        # Noted first: an interrupt comes when a call into MPI is over, and then they run.
-        requests.extend(self._prepared[self._number])
-        MPI.Prequest.Startall(self._prepared[self._number])
+    def _send_and_receive(self, recvs: Sequence[Message], sends: Sequence[Message]) -> None:
+        # Each is put on the list in the moment that it is started, as by `post`: Start
+        # returns None, and what that is said of is kept.
+        start: Callable[[Any], None] = MPI.Prequest.Start
+        self._requests += filterfalse(start, self._prepared[self._number])
+
+    def _seems_complete(self) -> bool:
+        # These requests do not become null. Where nothing is received MPI may be asked again.
+        recvs = self._stages[self._number].recvs
+        return bool(recvs) and self._statuses[0].source >= 0
 
     def pending(self) -> tuple[int, ...]:
         """Return the peers of this step.
@@ -69,7 +72,7 @@ class PersistentExecution(Execution):
         Which of them it still waits for is not asked: MPICH ends a persistent request that is
         asked for its status.
         """
-        if not self._requests:
+        if self._begun != self._number:
             return ()
         recvs, sends, _, _ = self._stages[self._number]
         return tuple(sorted({message.peer for message in (*recvs, *sends)}))

@@ -21,6 +21,10 @@ from mpicoll.schedule.ir import Call
 
 EMPTY: Bytes = np.empty(0, np.uint8)
 
+#: What the recipes that are kept may weigh together, each by `_weight`: some 50 MB.
+KEPT = 1 << 18
+_kept = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -38,7 +42,7 @@ class Recipe:
     segment_bytes: int = 0
 
 
-@lru_cache(maxsize=128)  # a program of 1000 ranks may have half a megabyte
+@lru_cache(maxsize=128)
 def recipe(
     algorithm: Algorithm,
     segment_bytes: int,
@@ -57,18 +61,37 @@ def recipe(
     ``counts`` are items of ``item_bytes``; the rest is as in `Call`. ``label`` tells
     operators apart. Arguments one by one, since a `Call` takes longer to make and to compare
     than a small collective may take.
+
+    A program of 4096 ranks may have 7 MB, and calls with counts of their own each have
+    another one: what is kept is thrown away when it weighs too much.
     """
+    global _kept
     # A segment below one item is one item.
     segment = max(1, segment_bytes // max(1, item_bytes)) if segment_bytes else 0
     call = Call(rank, size, counts, root, segment, recv_counts, radix, transit)
+    program = compiled(algorithm.build(call), item_bytes)
+    numbers = len(counts) + len(recv_counts) + sum(map(len, transit))
+    weight = _weight(program) + numbers // 4  # which has a quarter of the bytes of an operation
+    _kept += weight
+    if _kept > KEPT:
+        recipe.cache_clear()
+        _kept = weight
     return Recipe(
         algorithm,
-        compiled(algorithm.build(call), item_bytes),
+        program,
         code_of(algorithm.collective, algorithm.name, root, segment, label),
         counts,
         root if algorithm.collective in ROOTED else -1,
         segment_bytes,
     )
+
+
+def _weight(program: Program) -> int:
+    """Return the number of operations of a program, each of which has some 200 bytes."""
+    weight = len(program.stages)
+    for recvs, sends, local, _ in program.stages:
+        weight += len(recvs) + len(sends) + sum([len(work.sources) for work in local])
+    return weight
 
 
 @dataclass(slots=True)

@@ -38,12 +38,18 @@ class Operation:
 
     ``error`` is what it raised, once it is ``done``; ``begun`` says whether it came as far
     as a message; ``on_end`` is called when it is done. Its buffers stay alive with it.
+
+    Blocking calls on its communicator that an interrupt has left come before it: nobody has a
+    request of those, and their buffers are likely to be those of this one. So does an earlier
+    run of the same persistent plan, whose start was interrupted.
     """
 
     __slots__ = (
         "_busy",
         "_course",
         "_execution",
+        "_left",
+        "_told",
         "begun",
         "deadline",
         "done",
@@ -64,52 +70,70 @@ class Operation:
         self._course = course
         self._execution: Execution | None = None
         self._busy = threading.Lock()
+        self._left = [one for one in active(link) if _before(one.record, record)] if ACTIVE else []
+        self._told = False
 
     def advance(self) -> bool:
         """Go as far as it goes without waiting; return whether it is done."""
         if self.done:
             return True
-        # Another thread may be at it, or this one, from inside a user operator.
-        if not self._busy.acquire(blocking=False):
+        if self._left and not self._come():
             return False
+        # Another thread may be at it, or this one, from inside a user operator.
+        taken: list[bool] = []
         try:
+            # Taken and noted in the same moment, as by `executor.post`.
+            taken += map(self._busy.acquire, (False,))
+            if not taken[0]:
+                return False
             while not self.done:
                 if self._execution is not None and not self._execution.advance():
                     return False
                 self._next()
         finally:
-            self._busy.release()
+            if True in taken:
+                self._busy.release()
+        return True
+
+    def _come(self) -> bool:
+        """Return whether the turn of this call has come."""
+        while self._left:
+            if not self._left[0].advance():
+                return False
+            self._left.pop(0)
         return True
 
     def finish(self) -> None:
         """Run to the end, waiting inside MPI; for a call that nothing else depends on."""
-        with self._busy:
+        taken: list[bool] = []
+        try:
+            taken += map(self._busy.acquire, (True,))
             while not self.done:
                 if self._execution is not None:
-                    try:
-                        self._execution.run()
-                    except MPI.Exception:
-                        raise  # nothing can be posted any more
-                    except BaseException:
-                        ACTIVE.append(self)  # the others wait for the rest
-                        raise
+                    self._execution.run()
                 self._next()
+        finally:
+            if True in taken:
+                self._busy.release()
 
     def _next(self) -> None:
+        """Go on with the call until it yields an execution, or to its end."""
+        course = self._course
         try:
-            self._execution = next(self._course, None)
+            # Not by a call of `next`: behind one an interrupt would lose what it has returned,
+            # for which the other ranks would wait.
+            for self._execution in course:
+                self.begun = True
+                return
         except BaseException as error:
             self._end(error)
             return
-        if self._execution is None:
-            self._end(None)
-        else:
-            self.begun = True
+        self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         self._execution = None
-        self.error = error
-        self.link.closed(self.record, error)
+        self.error = self.error or error  # the first, if an interrupt had it come here again
+        self.link.over(self.record, self.error)
         self.done = True
         if self.on_end is not None:
             self.on_end()
@@ -125,30 +149,33 @@ class Operation:
         when they are over. An interrupted wait leaves the operation in flight.
         """
         if not self.done:
-            start = time.perf_counter()
-            self.hold_to(limit)
-            others = self.link.watched or self.link.threaded or ACTIVE not in ([], [self])
-            if self.deadline is None and not others:
-                discard(self)
-                self.finish()
-            else:
-                self._await()
-            if self.link.tracer is not None and self.record.form != "blocking":
-                self.link.tracer.waited(self.record, start, time.perf_counter())
+            try:
+                start = time.perf_counter()
+                self._wait(limit)
+                if self.link.tracer is not None and self.record.form != "blocking":
+                    self.link.tracer.waited(self.record, start, time.perf_counter())
+            except (CollectiveTimeout, MPI.Exception):
+                discard(self)  # nothing can be posted any more
+                raise
+            except BaseException:
+                keep(self)  # the others wait for the rest
+                raise
         if self.error is not None:
             raise self.error
 
-    def _await(self) -> None:
-        try:
+    def _wait(self, limit: float | None) -> None:
+        for one in [*self._left]:
+            one.hold_to(limit)
+            await_(one.advance, one.watch)
+            discard(one)
+        self.hold_to(limit)
+        others = self.link.watched or self.link.threaded or ACTIVE not in ([], [self])
+        if self.deadline is None and not others:
+            discard(self)
+            self.finish()
+        else:
             await_(self.advance, self.watch)
             discard(self)
-        except CollectiveTimeout:
-            discard(self)
-            raise
-        except BaseException:
-            if not self.done and not any(one is self for one in ACTIVE):
-                ACTIVE.append(self)
-            raise
 
     def hold_to(self, limit: float | None) -> None:
         """Let the time limit run from now on, unless it runs already."""
@@ -157,13 +184,22 @@ class Operation:
             self.deadline = time.perf_counter() + limit
 
     def watch(self) -> None:
-        """Raise KeyboardInterrupt if one came, CollectiveTimeout if time is over, here or
-        on another rank."""
+        """Raise KeyboardInterrupt if one came, once; CollectiveTimeout if time is over, here
+        or on another rank."""
         execution = self._execution
-        if execution is not None and isinstance(execution.failed, KeyboardInterrupt):
+        failed = None if execution is None else execution.failed
+        if isinstance(failed, KeyboardInterrupt) and not self._told:
+            self._told = True
             raise KeyboardInterrupt
         if self.link.watched:
             watchdog.watch(self)
+
+
+def _before(first: Record, record: Record) -> bool:
+    """Whether a call in flight has to be over before that of ``record`` begins."""
+    if first.form == "persistent":
+        return (record.form, record.sequence) == (first.form, first.sequence)
+    return first.form == "blocking"
 
 
 def await_(done: Callable[[], bool], watch: Callable[[], None]) -> None:
@@ -183,11 +219,35 @@ ACTIVE: list[Operation] = []
 
 def launch(operation: Operation) -> None:
     """Start an operation and leave it to whoever drives."""
-    # First by this thread alone: what is wrong with the arguments is known before it returns.
-    if not operation.advance():
-        ACTIVE.append(operation)
+    try:
+        try:
+            # First by this thread alone: what is wrong with the arguments is known before it
+            # returns.
+            operation.advance()
+        finally:
+            if not operation.done:
+                ACTIVE.append(operation)
         if operation.link.threaded:
             _THREAD.wake()
+    except MPI.Exception:
+        discard(operation)  # nothing can be posted any more
+        raise
+    except BaseException:
+        if operation.record.form == "persistent":
+            BEGUN.append(operation)
+        raise
+
+
+#: The run of a persistent plan whose start was interrupted, for its request.
+BEGUN: list[Operation] = []
+
+
+def keep(operation: Operation) -> None:
+    """Leave an operation that was interrupted to whoever drives."""
+    if not operation.done and operation not in ACTIVE:
+        ACTIVE.append(operation)
+    if operation.link.threaded:
+        _THREAD.wake()
 
 
 def discard(operation: Operation) -> None:

@@ -242,7 +242,12 @@ class Prequest(Request):
             raise CallError(
                 MPI.ERR_REQUEST, "this persistent collective is active; wait for it first"
             )
-        self._operation = self._begin()
+        try:
+            self._operation = self._begin()
+        except BaseException:
+            if progress.BEGUN:  # it runs, and has to be waited for
+                self._operation = progress.BEGUN.pop()
+            raise
 
     @classmethod
     def Startall(cls, requests: Sequence[Prequest | MPI.Prequest]) -> None:

@@ -1,0 +1,99 @@
+"""An interrupt at a chosen instruction, as a handler of signals that raises makes one.
+
+CPython looks for signals behind a call, at the start of a function and when a loop goes
+back, and nowhere else. Such places of the runtime are counted while a call runs, and at one
+of them an exception is raised; so each can be tried in turn, and none depends on a clock.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import mpicoll
+
+RUNTIME = Path(mpicoll.__file__).parent / "runtime"
+#: What runs once a call has its plan. Before, an interrupt refuses the call as a wrong
+#: argument does: these are of that part, and left out.
+PLANNING = {"choose", "open", "reopen", "exchange", "__init__"}
+#: Functions with which that part ends: at the start of these their callers are to blame.
+STARTS = {"run", "course", "again", "launch", "wait", "rounds"}
+#: Instructions behind which CPython looks for signals, in all of its versions.
+LOOKS = ("CALL", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "RESUME")
+
+
+class Interrupted(Exception):
+    """What the handler raises."""
+
+
+class Interrupts:
+    """Raises `Interrupted` at the place of number ``at``; ``seen`` are the places passed."""
+
+    def __init__(self, at: int, files: set[str], begin: set[str]) -> None:
+        """Count in files of the runtime, from the first call of a function in ``begin`` on."""
+        self.at = at
+        self.seen = 0
+        self.where = ""
+        self._files = {str(RUNTIME / file) for file in files}
+        self._begin = begin
+        self._begun = False
+        self._last: dict[FrameType, int] = {}
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        sys.settrace(self._before)
+
+    @property
+    def hit(self) -> bool:
+        """Whether the place was reached."""
+        return self.seen > self.at
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if code.co_filename not in self._files or code.co_name in PLANNING:
+            return None
+        self._begun = self._begun or code.co_name in self._begin
+        if self._begun:
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+            if frame not in self._last and code.co_name not in STARTS:
+                self._pass(frame)
+            return self._instruction
+        return None
+
+    def _instruction(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+        if event == "opcode":
+            code = frame.f_code
+            last, self._last[frame] = self._last.get(frame), frame.f_lasti
+            if last is not None and _looks(code, last):
+                self._pass(frame)
+        return self._instruction
+
+    def _pass(self, frame: FrameType) -> None:
+        number = self.seen
+        self.seen += 1
+        if number == self.at:
+            self.where = f"{frame.f_code.co_qualname if sys.version_info >= (3, 11) else ''} "
+            self.where += f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            raise Interrupted
+
+
+def _looks(code: CodeType, at: int) -> bool:
+    """Whether CPython looks for signals behind an instruction."""
+    name, argument = dis.opname[code.co_code[at]], code.co_code[at + 1]
+    starts = name == "RESUME" and argument & 3 == 0
+    return name.startswith(LOOKS) and not starts

@@ -1,0 +1,328 @@
+"""A call that is interrupted anywhere once it has its plan, or is out of memory.
+
+Nobody waits for ever, and the next call on the communicator is right on every rank. Every
+place of the runtime where CPython looks for signals is tried in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from breaking import FORMS
+from interrupting import Interrupted, Interrupts
+from mpi4py import MPI
+
+import mpicoll
+from mpicoll import Comm, PeerError
+from mpicoll.algorithms import find
+from mpicoll.runtime import link as links
+from mpicoll.runtime import scratch
+from mpicoll.runtime.plan import Plan
+from mpicoll.runtime.record import Record
+from mpicoll.schedule.ir import Call
+
+if TYPE_CHECKING:
+    from harness import Ranks
+
+NOWHERE = 1 << 30
+FILES = {"executor.py", "link.py", "persistent.py", "plan.py", "progress.py", "scratch.py"}
+CASES = ("doubling", "ring", "mean", "packed", "alltoall")
+
+
+class Collective(NamedTuple):
+    """A call, the output that it has before, and the right one after it."""
+
+    name: str
+    arguments: list[Any]
+    options: dict[str, Any]
+    out: npt.NDArray[np.float64]
+    before: npt.NDArray[np.float64]
+    after: npt.NDArray[np.float64]
+
+    def clear(self) -> None:
+        self.out[:] = self.before
+
+    def is_right(self) -> bool:
+        return bool((self.out == self.after).all())
+
+    def once_more(self) -> Collective:
+        """Return a call with the same output and, where that is not the input, other input."""
+        if self.name == "Bcast":
+            return self
+        arguments = [2.0 * self.arguments[0], self.out]
+        return self._replace(arguments=arguments, after=2.0 * self.after)
+
+    def prepare(self, comm: Comm) -> Any:
+        """Return a persistent request."""
+        return getattr(comm, f"{self.name}_init")(*self.arguments, **self.options)
+
+    def run(self, comm: Comm, form: str, persistent: Any, requests: list[Any]) -> None:
+        """Run to the end; note the request that is waited for."""
+        if form == "blocking":
+            getattr(comm, self.name)(*self.arguments, **self.options)
+            return
+        if form == "persistent":
+            requests.append(persistent)
+            persistent.Start()
+        else:
+            method = getattr(comm, f"I{self.name.lower()}")
+            requests.append(method(*self.arguments, **self.options))
+        requests[0].Wait()
+
+
+def collective(case: str, comm: Comm) -> Collective:
+    rank, size = comm.rank, comm.size
+    if case == "packed":  # into every other item
+        kind = MPI.DOUBLE.Create_vector(size, 1, 2).Commit()
+        after = np.tile([5.0, -7.0], size)
+        before = np.full(2 * size, -7.0) if rank else after
+        out = before.copy()
+        return Collective("Bcast", [[out, 1, kind], 0], {}, out, before, after)
+    if case == "alltoall":
+        out = np.empty(size)
+        inputs, after = np.full(size, rank + 1.0), np.arange(size) + 1.0
+        return Collective("Alltoall", [inputs, out], {}, out, np.full(size, -7.0), after)
+    n = 2 * size + 1
+    out, after = np.empty(n), size * np.arange(n) + size * (size + 1) / 2
+    options: dict[str, Any] = {"algorithm": "ring"} if case == "ring" else {}
+    if case == "doubling":
+        options["algorithm"] = "recursive_doubling"
+    if case == "mean":
+        options["op"], after = mpicoll.AVG, after / size
+    inputs = np.arange(n) + rank + 1.0
+    return Collective("Allreduce", [inputs, out], options, out, np.full(n, -7.0), after)
+
+
+@pytest.fixture(params=[None, 60.0], ids=["plain", "limit"])
+def comm(request: pytest.FixtureRequest, world: Comm) -> Iterator[Comm]:
+    """A communicator on which a call waits inside MPI, and one on which it is driven."""
+    made = Comm(MPI.Intracomm(world).Dup(), timeout=request.param)
+    yield made
+    made.Free()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("form", FORMS)
+def test_an_interrupt_at_every_place(form: str, case: str, comm: Comm, ranks: Ranks) -> None:
+    """It is raised; the others get a right result or PeerError, and so does the next call."""
+    if form == "blocking":
+        begin = {"run"} if comm._link.plain else {"wait"}
+    else:
+        begin = {"launch", "wait"}
+    found = collective(case, comm)
+    for victim in sorted({0, ranks.size - 1}):
+        persistent = found.prepare(comm) if form == "persistent" else None
+        place = 0
+        while _interrupted(place, found, form, persistent, begin, comm, ranks, victim):
+            place += 1
+        assert place > 3
+        if persistent is not None:
+            persistent.Free()
+
+
+def _interrupted(
+    place: int,
+    found: Collective,
+    form: str,
+    persistent: Any,
+    begin: set[str],
+    comm: Comm,
+    ranks: Ranks,
+    victim: int,
+    files: set[str] = FILES,
+) -> bool:
+    """Interrupt a call at a place, and run another; return whether the place was reached."""
+    mine = ranks.rank == victim
+    requests: list[Any] = []
+    error: Exception | None = None
+    found.clear()
+    with Interrupts(place if mine else NOWHERE, files, begin) as interrupts:
+        try:
+            found.run(comm, form, persistent, requests)
+        except (Interrupted, PeerError) as caught:
+            error = caught
+    whole = error is None
+    if isinstance(error, Interrupted) and requests and requests[0]._operation is not None:
+        requests[0].Wait()  # it goes on
+        whole = True
+    right = found.is_right()
+    # One that was left has its buffers until the next call, which has the same output here.
+    other = found.once_more() if form == "blocking" else collective("ring", comm)
+    other.run(comm, "blocking", None, [])
+    assert other.is_right(), interrupts.where
+    assert right or not whole, (place, interrupts.where)
+    if mine:
+        assert isinstance(error, Interrupted) == interrupts.hit, (interrupts.where, error)
+    else:
+        assert not isinstance(error, Interrupted)
+    hits: list[bool] = ranks.comm.allgather(interrupts.hit)
+    ranks.comm.Barrier()
+    return hits[victim]
+
+
+# -- out of memory ---------------------------------------------------------------------------
+
+
+class NoMemory:
+    """NumPy for a module whose allocations fail."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, size: int, *args: Any) -> Any:
+        if size:
+            raise MemoryError("no memory for scratch")
+        return np.empty(size, *args)
+
+
+@pytest.mark.parametrize("n", [1, 1 << 17])
+@pytest.mark.parametrize("algorithm", ["recursive_doubling", "ring", "reduce_bcast"])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_memory_for_scratch(
+    form: str, algorithm: str, n: int, comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank raises MemoryError, those that depend on it PeerError, and all go on."""
+    inputs, out = np.full(n, comm.rank + 1.0), np.full(n, -7.0)
+    total = comm.size * (comm.size + 1) / 2
+    found = Collective("Allreduce", [inputs, out], {"algorithm": algorithm}, out, out, out)
+    build = find("allreduce", algorithm).build
+    needs = [build(Call(rank, comm.size, (n,))).work > 0 for rank in range(comm.size)]
+    victim = needs.index(True) if True in needs else 0
+    with monkeypatch.context() as patched:
+        if comm.rank == victim:
+            patched.setattr(scratch, "np", NoMemory())
+            patched.setattr(links, "np", NoMemory())
+        persistent = found.prepare(comm) if form == "persistent" else None
+        # A persistent plan is set up once, and each of its runs fails alike.
+        for _ in range(2):
+            out[:] = -7.0
+            error = _raised(found, comm, form, persistent)
+            assert type(error) in (type(None), MemoryError, PeerError)
+            assert error is not None or (out == total).all()
+            names = MPI.Intracomm(comm).allgather(type(error).__name__)
+            if n > 1 and comm.size > 1:
+                assert names.count("PeerError") == comm.size - 1
+                assert names[victim] == "MemoryError"
+    if persistent is not None:
+        persistent.Free()
+    comm.Allreduce(inputs, out, algorithm=algorithm)
+    assert (out == total).all()
+
+
+def _raised(found: Collective, comm: Comm, form: str, persistent: Any) -> Exception | None:
+    try:
+        found.run(comm, form, persistent, [])
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_result_that_can_not_be_unpacked(
+    form: str, comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank raises what there was, the others have their result."""
+    last = comm.size - 1
+
+    def finish(self: Plan) -> None:
+        raise MemoryError("no memory to unpack")
+
+    found = collective("packed", comm)
+    persistent = found.prepare(comm) if form == "persistent" else None
+    found.clear()
+    with monkeypatch.context() as patched:
+        if comm.rank == last:
+            patched.setattr(Plan, "finish", finish)
+        error = _raised(found, comm, form, persistent)
+    if comm.rank == last:
+        assert isinstance(error, MemoryError), repr(error)
+    else:
+        assert error is None
+        assert found.is_right()
+    found.clear()
+    found.run(comm, form, persistent, [])
+    assert found.is_right()
+    if persistent is not None:
+        persistent.Free()
+
+
+def test_no_memory_for_an_agreement(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a checked call asks first fails alike."""
+    checked = Comm(MPI.Intracomm(comm).Dup(), check=True)
+    found = collective("ring", comm)
+    with monkeypatch.context() as patched:
+        if comm.rank == 0:
+            patched.setattr(scratch, "np", NoMemory())
+        error = _raised(found, checked, "blocking", None)
+    if comm.size > 1:
+        assert isinstance(error, PeerError if comm.rank else MemoryError), repr(error)
+    found.run(checked, "blocking", None, [])
+    assert found.is_right()
+    checked.Free()
+
+
+# -- what is kept of a call ------------------------------------------------------------------
+
+
+class Events:
+    """A tracer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        self.calls.append(record)
+
+    def waited(self, record: Record, start: float, end: float) -> None:
+        assert start <= end
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_interrupted_call_is_one_event(form: str, comm: Comm, ranks: Ranks) -> None:
+    """It is traced and counted once, with each of its steps."""
+    events = Events()
+    comm._link.tracer = cast(Any, events)
+    found = collective("doubling", comm)
+    persistent = found.prepare(comm) if form == "persistent" else None
+    begin = {"launch", "run", "wait"}
+    files = FILES - {"link.py"}  # where the event itself is made
+    place = 0
+    while True:
+        comm.stats.reset()
+        events.calls.clear()
+        if not _interrupted(place, found, form, persistent, begin, comm, ranks, 0, files):
+            break
+        place += 1
+        if form == "blocking":
+            comm.Barrier()
+        first = events.calls[0]
+        assert comm.stats["allreduce", "recursive_doubling"].calls <= 2
+        assert len({id(one) for one in events.calls}) == len(events.calls)
+        if form == "blocking":
+            assert [one.collective for one in events.calls] == [
+                "allreduce",
+                "allreduce",
+                "barrier",
+            ]
+        for one in events.calls:
+            assert one.end >= one.start
+            assert [stage.step for stage in one.stages] == list(range(1, one.step + 1)), first
+    if persistent is not None:
+        persistent.Free()
+
+
+def test_a_trace_of_checked_calls(comm: Comm) -> None:
+    """The steps of what the ranks agree on first are in the event, before those of the call."""
+    checked = Comm(MPI.Intracomm(comm).Dup(), check=True)
+    events = Events()
+    checked._link.tracer = cast(Any, events)
+    found = collective("ring", comm)
+    found.run(checked, "blocking", None, [])
+    assert found.is_right()
+    (event,) = events.calls
+    assert len(event.stages) > event.step or comm.size == 1
+    checked.Free()
