@@ -1,12 +1,16 @@
 """Times how much of an allreduce hides behind computation, and what starting one costs.
 
     OPENBLAS_NUM_THREADS=1 mpiexec -n 2 python jobs/bench_overlap.py
+    mpiexec -n 2 python jobs/bench_overlap.py --compute away
 
 First table: hidden = 1 - (T_both - T_compute) / T_comm, in percent. T_comm is the best blocking
 allreduce of that size (mpicoll's or the MPI's own, whichever is faster), T_compute matrix
 products that take about as long, T_both the non-blocking allreduce started before the same
 products and waited for after them: with progress at the start and in Wait alone, with a progress
 thread, and by the MPI's own Iallreduce. All by turns; medians of the slowest rank.
+
+Products take the rank's core. With ``--compute away`` they are a pause of that time: computation
+that is done elsewhere, as on an accelerator, and leaves the core to the progress thread.
 
 Second table: Start and Wait of a persistent allreduce against the MPI's own, and a blocking call.
 """
@@ -68,6 +72,19 @@ class Products:
             np.matmul(self._a, self._a, out=self._out)
 
 
+class Pause:
+    """Computation of a given time that is not done on a core of this machine."""
+
+    def __init__(self, comm: MPI.Intracomm, seconds: float) -> None:
+        self._seconds = float(comm.bcast(seconds))
+
+    def __call__(self) -> None:
+        time.sleep(self._seconds)
+
+
+COMPUTE: dict[str, type[Products] | type[Pause]] = {"here": Products, "away": Pause}
+
+
 def both(start: Callable[[], Any], compute: Callable[[], None]) -> None:
     """Start a collective, compute, and wait for it."""
     request = start()
@@ -76,7 +93,12 @@ def both(start: Callable[[], Any], compute: Callable[[], None]) -> None:
 
 
 def overlap(
-    comm: MPI.Intracomm, plain: mpicoll.Comm, threaded: mpicoll.Comm, mib: int, rounds: int
+    comm: MPI.Intracomm,
+    plain: mpicoll.Comm,
+    threaded: mpicoll.Comm,
+    mib: int,
+    rounds: int,
+    kind: str,
 ) -> str:
     """Return a line of the first table."""
     x = np.ones(mib * KIB * KIB // 4, np.float32)
@@ -85,7 +107,7 @@ def overlap(
         "ours": partial(plain.Allreduce, x, y),
         "theirs": partial(comm.Allreduce, x, y),
     }
-    compute = Products(comm, min(by_turns(comm, rounds, blocking).values()))
+    compute = COMPUTE[kind](comm, min(by_turns(comm, rounds, blocking).values()))
     ways: Calls = {
         "in Wait": partial(both, partial(plain.Iallreduce, x, y), compute),
         "thread": partial(both, partial(threaded.Iallreduce, x, y), compute),
@@ -138,6 +160,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 64], help="in MiB")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--compute",
+        choices=COMPUTE,
+        default="here",
+        help="here: matrix products on the rank's core; away: a pause, as for an accelerator",
+    )
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
     cores = len(os.sched_getaffinity(0))
@@ -145,12 +173,12 @@ def main() -> None:
     say(
         comm,
         f"{comm.Get_size()} ranks, {cores} cores to use, BLAS threads {threads}, "
-        f"{MPI.Get_library_version().splitlines()[0][:40].strip()}",
+        f"compute {options.compute}, {MPI.Get_library_version().splitlines()[0][:40].strip()}",
     )
     plain, threaded = mpicoll.Comm(comm.Dup()), mpicoll.Comm(comm.Dup(), progress="thread")
     say(comm, "\nhidden, %\n  MiB  T_comm ms  T_compute ms   in Wait    thread    native")
     for mib in options.sizes:
-        say(comm, overlap(comm, plain, threaded, mib, options.rounds))
+        say(comm, overlap(comm, plain, threaded, mib, options.rounds, options.compute))
     say(comm, "\n    bytes  Start+Wait us  blocking us  native us   ratio")
     for nbytes in (8, KIB, 64 * KIB, KIB * KIB):
         say(comm, starts(comm, plain, nbytes, options.rounds))

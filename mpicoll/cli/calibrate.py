@@ -61,12 +61,19 @@ BYTE_LIMITS = (1e-13, 1e-5)  #: seconds for a byte
 
 
 class Sample(NamedTuple):
-    """One probe and its median time."""
+    """One probe, its median time, and what was wrong with its data."""
 
     collective: str
     algorithm: str
     nbytes: int
     seconds: float
+    fault: str = ""
+    cut: bool = False
+
+    @property
+    def label(self) -> str:
+        """What is named where data are wrong."""
+        return f"{self.collective} {self.algorithm}"
 
 
 def measure(comm: Comm, each: float) -> list[Sample]:
@@ -79,37 +86,42 @@ def measure(comm: Comm, each: float) -> list[Sample]:
         contender = timing.Contender(name, call, case.poison, case.wrong)
         found = timing.race(native(comm), [contender], each, 100)[0]
         median = float(np.median(found.seconds))
-        samples.append(Sample(collective, name, shape.nbytes, max(median, 1e-9)))
+        samples.append(Sample(collective, name, shape.nbytes, max(median, 1e-9), found.fault))
     return samples
 
 
-def correct(
-    comm: Comm, rates: Rates, shown: Callable[[str], None] = lambda name: None
-) -> Corrections:
+def time_all(comm: Comm, shown: Callable[[str], None] = lambda name: None) -> list[Sample]:
     """Time every algorithm at a few sizes; collective, equal on all ranks.
 
-    Those of one collective and size take turns. Returns what they took over what ``rates``
-    predict, drawn towards 1. ``shown`` is told the name of each collective that has been timed.
+    Those of one collective and size take turns. ``shown`` is told the name of each collective
+    that has been timed.
     """
-    curves: dict[tuple[str, str, bool], list[tuple[int, float]]] = {}
+    samples = []
     for collective in COLLECTIVES:
         known = [find(collective, name) for name in names(collective)]
         known = [one for one in known if served(one, Wanted(collective, comm.size))]
         if len(known) > 1:  # else there is nothing to choose
             for nbytes in SIZES:
-                for one, cut, measured, size in _timed(comm, known, nbytes):
-                    predicted = seconds(one, comm.size, size, SEGMENT if cut else 0, rates)
-                    factor = min(FARTHEST, max(1 / FARTHEST, measured / predicted))
-                    curve = curves.setdefault((collective, one.name, cut), [])
-                    curve.append((size, float(factor**BELIEF)))
+                samples += _timed(comm, known, nbytes)
         shown(collective)
+    return samples
+
+
+def correct(samples: Sequence[Sample], size: int, rates: Rates) -> Corrections:
+    """Return what samples took over what ``rates`` predict, drawn towards 1."""
+    curves: dict[tuple[str, str, bool], list[tuple[int, float]]] = {}
+    for one in samples:
+        algorithm = find(one.collective, one.algorithm)
+        segment = SEGMENT if one.cut else 0
+        factor = one.seconds / seconds(algorithm, size, one.nbytes, segment, rates)
+        factor = min(FARTHEST, max(1 / FARTHEST, factor))
+        curve = curves.setdefault((one.collective, one.algorithm, one.cut), [])
+        curve.append((one.nbytes, float(factor**BELIEF)))
     return Corrections({key: tuple(curve) for key, curve in curves.items()})
 
 
-def _timed(
-    comm: Comm, known: Sequence[Algorithm], nbytes: int
-) -> list[tuple[Algorithm, bool, float, int]]:
-    """Return algorithms, whether their blocks were cut, their times, and the bytes."""
+def _timed(comm: Comm, known: Sequence[Algorithm], nbytes: int) -> list[Sample]:
+    """Time algorithms of one collective; those that cut large blocks with and without."""
     collective = known[0].collective
     shape = even(collective, comm.size, nbytes, np.dtype(np.float64))
     case = Case(comm, shape)
@@ -123,9 +135,10 @@ def _timed(
         call = case.bound(comm, algorithm=one.name, **keywords)
         contenders.append(timing.Contender(f"{one.name} {cut}", call, case.poison, case.wrong))
     found = timing.race(native(comm), contenders, EACH * len(running), 100)
+    times = [max(float(np.median(result.seconds)), 1e-9) for result in found]
     return [
-        (one, cut, max(float(np.median(result.seconds)), 1e-9), shape.nbytes)
-        for (one, cut), result in zip(running, found, strict=True)
+        Sample(collective, one.name, shape.nbytes, time, result.fault, cut)
+        for (one, cut), time, result in zip(running, times, found, strict=True)
     ]
 
 

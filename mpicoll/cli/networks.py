@@ -16,6 +16,9 @@ from mpicoll.simulation.machine import Machine
 from mpicoll.simulation.network import Dragonfly, Dragons, FatTree, Torus, balanced
 
 KINDS = ("fat-tree", "torus", "dragonfly")
+PLACES = 1 << 22  #: of a torus
+LONGEST = 4096  #: links that a message passes on one
+LINKS = 1 << 26  #: of a dragonfly
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _OPTIONS = (
@@ -125,10 +128,34 @@ def _whole(text: str, parts: str, option: str, form: str) -> tuple[int, ...]:
 
 def _shape(text: str | None, nodes: int) -> tuple[int, int, int]:
     if text is None:
-        return near_cube(nodes)
+        shape = near_cube(nodes)
+        return shape if _ways(shape) <= LONGEST else roomy(nodes)
     x, y, z = _whole(text, "x", "--torus", "XxYxZ")
     refuse(f"--torus {text} has {x * y * z} places for {nodes} nodes" if x * y * z < nodes else "")
+    refuse(
+        f"--torus {text}: {x * y * z} places, at most {PLACES} are taken"
+        if x * y * z > PLACES
+        else ""
+    )
+    refuse(
+        f"--torus {text}: messages pass up to {_ways((x, y, z))} links, at most {LONGEST} are "
+        "taken; nearer to a cube?"
+        if _ways((x, y, z)) > LONGEST
+        else ""
+    )
     return x, y, z
+
+
+def _ways(shape: tuple[int, int, int]) -> int:
+    """Return how many links messages pass on a torus, at most."""
+    return sum(length // 2 for length in shape)
+
+
+def roomy(nodes: int) -> tuple[int, int, int]:
+    """Return a shape near a cube with a place for every node, and some that are left empty."""
+    x = next(x for x in range(1, nodes + 1) if x**3 >= nodes)
+    y = next(y for y in range(1, x + 1) if x * y * x >= nodes)
+    return x, y, -(-nodes // (x * y))
 
 
 def near_cube(nodes: int) -> tuple[int, int, int]:
@@ -153,6 +180,12 @@ def _dragons(text: str | None, nodes: int) -> Dragons:
         f"--dragonfly {text}: {nodes} nodes need {groups} groups, and a group's "
         f"{most - 1} global links join {most} at most"
         if groups > most
+        else ""
+    )
+    links = groups * shape.routers**2 + groups**2
+    refuse(
+        f"--dragonfly {text}: {links:.2g} links, at most {LINKS} are taken"
+        if links > LINKS
         else ""
     )
     return shape

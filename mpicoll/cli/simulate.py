@@ -20,19 +20,21 @@ from mpicoll.cli.common import (
     human_bytes,
     human_seconds,
     json_option,
+    progress_bar,
     refuse,
     write_json,
 )
 from mpicoll.selection.choose import Wanted, default_segment
 from mpicoll.simulation import simgrid
 from mpicoll.simulation.fabric import Fabric
-from mpicoll.simulation.machine import Machine
+from mpicoll.simulation.machine import Machine, TooLongError
 from mpicoll.simulation.predict import predict
 from mpicoll.simulation.schedules import LeftOutError
 
 HOW = {
     "lockstep": "all ranks in step",
     "merged": "all ranks in step, wrapped ranges as one message",
+    "sampled": "all ranks in step; of many steps with other distances some stand for all",
     "rows": "a row of ranks, counted on from a shorter one",
     "classes": "every message; schedules of a few ranks stand for all",
     "all": "every message of every rank",
@@ -57,7 +59,11 @@ HOW = {
 @click.option("--gamma", default=0.1, show_default=True, help="ns per byte reduced.")
 @click.option("--copy", default=0.05, show_default=True, help="ns per byte copied.")
 @click.option(
-    "--eager", default=64, show_default=True, help="KiB up to which a send needs no receive."
+    "--eager",
+    default=64,
+    type=click.IntRange(0),
+    show_default=True,
+    help="KiB up to which a send needs no receive.",
 )
 @click.option(
     "--cores", default=0, type=click.IntRange(0), help="Of a node.  [default: one for every rank]"
@@ -115,6 +121,7 @@ def simulate(
     chosen = _algorithms(collective, algorithms, ranks, sizes)
     for name, value in (("--overhead", overhead), ("--gamma", gamma), ("--copy", copy)):
         refuse(f"{name} {value:g}, expected 0 or more" if not 0 <= value < 1e9 else "")
+    refuse("" if patience >= 0 else f"--patience {patience:g}, expected 0 or more s")
     fabric = networks.fabric(ranks, network)
     machine = Machine(
         overhead=overhead * 1e-6,
@@ -131,9 +138,14 @@ def simulate(
     described = networks.described(fabric, network, machine)
     screen.print(f"[bold]{collective}[/bold], {described}\n")
     wanted = (0,) if collective == "barrier" else sizes
-    rows = [
-        _row(find(collective, name), wanted, fabric, machine, patience, engine) for name in chosen
-    ]
+    rows = []
+    with progress_bar(screen) as progress:
+        task = progress.add_task("", total=len(chosen))
+        for name in chosen:
+            progress.update(task, description=name)
+            algorithm = find(collective, name)
+            rows.append(_row(algorithm, wanted, fabric, machine, patience, engine))
+            progress.advance(task)
     _show(screen, collective, rows, wanted)
     write_json(
         json_file,
@@ -179,7 +191,7 @@ def _row(
         else:
             found = predict(algorithm, sizes, segment, fabric, machine, patience)
             seconds, row["how"] = list(found.seconds), list(found.how)
-    except LeftOutError as error:
+    except (LeftOutError, TooLongError) as error:
         row["left_out"] = str(error)
     row["seconds"] = dict(zip(map(str, sizes), seconds, strict=False))
     row["took"] = time.perf_counter() - start

@@ -30,6 +30,7 @@ from mpicoll.schedule.contracts import COLLECTIVES
 from mpicoll.selection.table import Crossover, Entry, Table, dump, load, merged
 
 if TYPE_CHECKING:
+    from mpicoll.cli.calibrate import Sample
     from mpicoll.comm import Comm
     from mpicoll.selection.calibration import Place
     from mpicoll.selection.model import Rates
@@ -154,24 +155,26 @@ def tune(
                 rows, found = _tune(screen, group, names, sizes, seconds, place, mine)
                 results += rows
                 entries += found
+    kept = False
     if not quick and comm.rank == 0:
         made = Table(tuple(entries), facts["mpi"], __version__, _measured(crossovers))
-        new = merged(old, made)
-        Path(out).write_text(dump(new), encoding="utf-8")
         tune_report.conclude(screen, results)
-        screen.print(tune_report.written(out, new, memory))
+        kept = _write(screen, out, _right(screen, old, out, memory, results, crossovers), made)
+        if kept:
+            new = load(Path(out).read_text(encoding="utf-8"), out)
+            screen.print(tune_report.written(out, new, memory))
     write_json(
         json_file,
         "tune",
         {
             "environment": facts,
             "rates": rates,
-            "out": None if quick else out,
+            "out": out if kept else None,
             "crossovers": crossovers,
             "results": results,
         },
     )
-    rows = [*results, *(row for crossed in crossovers for row in crossed["results"])]
+    rows = [*rates, *results, *(row for crossed in crossovers for row in crossed["results"])]
     if comm.bcast(any(row["faults"] for row in rows), root=0):
         raise click.exceptions.Exit(1)
 
@@ -251,24 +254,31 @@ def _calibrate(screen: Console, comm: Comm, memory: Memory) -> tuple[Rates, dict
 
     They are those of host memory: for a device those that are kept are looked up.
     """
-    from mpicoll.cli.calibrate import correct, fit, measure
+    from mpicoll.cli.calibrate import PROBES, correct, fit, measure, time_all
     from mpicoll.cli.world import native
     from mpicoll.runtime.place import place
     from mpicoll.selection.calibration import lookup, store
 
     where = comm.bcast(place(native(comm)), root=0)
-    if comm.size == 1 or memory.name == "device":
+    samples: list[Sample] = []
+    if comm.size > 1 and memory.name != "device":
+        samples = measure(comm, 0.1)
+        probes = [one for one in samples if not one.fault]
+        with progress_bar(screen) as progress:
+            task = progress.add_task("", total=len(COLLECTIVES))
+
+            def shown(name: str) -> None:
+                progress.update(task, advance=1, description=f"rates: {name}, {comm.size} ranks")
+
+            samples += time_all(comm, shown)
+    faults = {one.label: one.fault for one in samples if one.fault}
+    if not samples or not probes:
         rates = comm.bcast(lookup(where), root=0)
-        return rates, _told(where, rates, 1.0, "")
-    samples = measure(comm, 0.1)
-    rates, off = fit(samples, comm.size, where.load)
-    with progress_bar(screen) as progress:
-        task = progress.add_task("", total=len(COLLECTIVES))
-
-        def shown(name: str) -> None:
-            progress.update(task, advance=1, description=f"rates: {name}, {comm.size} ranks")
-
-        rates = replace(rates, corrections=correct(comm, rates, shown))
+        tune_report.show_kept(screen, comm.size, faults)
+        return rates, _told(where, rates, None, "", faults)
+    rates, off = fit(probes, comm.size, where.load)
+    right = [one for one in samples[len(PROBES) :] if not one.fault]
+    rates = replace(rates, corrections=correct(right, comm.size, rates))
     file = ""
     if comm.rank == 0:
         try:
@@ -276,15 +286,18 @@ def _calibrate(screen: Console, comm: Comm, memory: Memory) -> tuple[Rates, dict
         except OSError as error:
             screen.print(f"[yellow]the rates can not be kept:[/] {error}")
     rates = comm.bcast(rates, root=0)
-    tune_report.show_rates(screen, comm.size, rates, off, file)
-    return rates, _told(where, rates, off, file)
+    tune_report.show_rates(screen, comm.size, rates, off, file, faults)
+    return rates, _told(where, rates, off, file, faults)
 
 
-def _told(where: Place, rates: Rates, off: float, file: str) -> dict[str, Any]:
-    """Return the rates for --json."""
+def _told(
+    where: Place, rates: Rates, off: float | None, file: str, faults: dict[str, str]
+) -> dict[str, Any]:
+    """Return the rates for --json; ``off`` is None where they were not measured now."""
     from mpicoll.selection.calibration import listed
 
     return {
+        "measured": off is not None,
         "ranks": where.ranks,
         "ranks_per_core": where.load,
         "host": where.host,
@@ -298,6 +311,7 @@ def _told(where: Place, rates: Rates, off: float, file: str) -> dict[str, Any]:
         "corrections": listed(rates.corrections),
         "off_by": off,
         "file": file,
+        "faults": faults,
     }
 
 
@@ -321,6 +335,47 @@ def _measured(crossovers: Sequence[dict[str, Any]]) -> tuple[Crossover, ...]:
     return tuple(
         Crossover(one["ranks"], one["bytes"]) for one in crossovers if one["bytes"] is not None
     )
+
+
+def _right(
+    screen: Console,
+    old: Table | None,
+    out: str,
+    memory: str,
+    results: Sequence[dict[str, Any]],
+    crossovers: Sequence[dict[str, Any]],
+) -> Table | None:
+    """Return ``old`` without what this run measured anew and found no right data for.
+
+    It stands in the file as fastest; what makes wrong data now can not be called that.
+    """
+    if old is None:
+        return None
+    wrong = {one["ranks"] for one in crossovers if any(row["faults"] for row in one["results"])}
+    rows: dict[tuple[str, int, str], list[bool]] = {}
+    for row in results:
+        key = row["collective"], row["ranks"], memory
+        rows.setdefault(key, []).append(bool(row["ranked"]))
+    lost = {key for key, right in rows.items() if not any(right)}
+    for one in old.crossovers:
+        if one.ranks in wrong:
+            tune_report.dropped(screen, out, f"the crossover of {one.nbytes} B", one.ranks)
+    for name, ranks, _ in sorted({entry.key for entry in old.entries} & lost):
+        tune_report.dropped(screen, out, f"what it had for {name}", ranks)
+    return replace(
+        old,
+        entries=tuple(entry for entry in old.entries if entry.key not in lost),
+        crossovers=tuple(one for one in old.crossovers if one.ranks not in wrong),
+    )
+
+
+def _write(screen: Console, out: str, old: Table | None, made: Table) -> bool:
+    """Write the table; a file is not made for nothing."""
+    if old is None and not made.entries and not made.crossovers:
+        screen.print(f"[bold red]All data were wrong:[/] {out} is not written.")
+        return False
+    Path(out).write_text(dump(merged(old, made)), encoding="utf-8")
+    return True
 
 
 def _tune(

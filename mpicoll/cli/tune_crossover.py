@@ -99,18 +99,20 @@ def _row(ways: dict[str, Comm], nbytes: int, memory: Memory, seconds: float) -> 
         for way, comm in ways.items()
     ]
     measured = timing.race(world, contenders, seconds, 1000, memory)
+    faults = {one.name: one.fault for one in measured if one.fault}
+    row: Row = {"bytes": nbytes, "rounds": int(measured[0].seconds.size), "faults": faults}
     staged, pointers, again = (_together(measured, way) for way in ways)
+    for way, times in ((STAGED, staged), (POINTERS, pointers)):
+        wrong = any(name.startswith(f"{way}, ") for name in faults)
+        row[f"{way}_seconds"] = None if wrong else float(np.median(times))
+    if faults:  # a time of wrong data is compared with none
+        return row | {"ratio": None, "interval": None, "verdict": None}
     interval = timing.spread_of_median(staged, pointers)
     noise = timing.spread_of_median(again, pointers)
-    return {
-        "bytes": nbytes,
-        "staged_seconds": float(np.median(staged)),
-        "pointers_seconds": float(np.median(pointers)),
+    return row | {
         "ratio": timing.ratio(staged, pointers)["median"],
         "interval": interval,
         "verdict": timing.verdict(interval, noise),
-        "rounds": int(staged.size),
-        "faults": {one.name: one.fault for one in measured if one.fault},
     }
 
 

@@ -93,27 +93,36 @@ def _row(
     faults: dict[str, str],
 ) -> dict[str, Any]:
     default = running[0]
-    right = [one for one in kept if one.label not in faults] or [default]
-    best = min(right, key=lambda one: _median(measured[one.label]))
-    base, fastest = measured[default.label].seconds, measured[best.label].seconds
-    gain, interval = timing.ratio(base, fastest), timing.spread_of_median(base, fastest)
-    noise = default.label not in faults and interval[0] <= 1.0
-    chosen = default if noise else best
+    right = [one for one in kept if one.label not in faults]
+    chosen = best = min(right, key=lambda one: _median(measured[one.label]), default=None)
+    base = measured[default.label].seconds
+    gain: float | None = None
+    interval: tuple[float, float] | None = None
+    if best is not None and default in right:  # a time of wrong data is compared with none
+        fastest = measured[best.label].seconds
+        gain = timing.ratio(base, fastest)["median"]
+        interval = timing.spread_of_median(base, fastest)
+        if interval[0] <= 1.0:
+            chosen, gain, interval = default, 1.0, (1.0, 1.0)
     order = sorted(
         (one for one in running if one.label not in faults),
         key=lambda one: (one != chosen, one not in kept, _median(measured[one.label])),
     )
+
+    def median(one: Candidate | None) -> float | None:
+        return None if one not in right else _median(measured[one.label])
+
     return {
         "collective": shape.collective,
         "ranks": size,
         "bytes": _bytes(shape),
         "default": default.label,
-        "default_seconds": float(np.median(base)),
-        "best": chosen.label,
-        "best_seconds": _median(measured[chosen.label]),
-        "fastest_seconds": float(np.median(fastest)),
-        "gain": 1.0 if chosen == default else gain["median"],
-        "interval": (1.0, 1.0) if chosen == default else interval,
+        "default_seconds": median(default),
+        "best": None if chosen is None else chosen.label,
+        "best_seconds": median(chosen),
+        "fastest_seconds": median(best),
+        "gain": gain,
+        "interval": interval,
         "rounds": int(base.size),
         "ranked": [
             {

@@ -17,8 +17,10 @@ from mpicoll.selection.table import Table as Tuned
 FAR = 1.3  #: times the best, from where on the default choice counts as far off
 
 
-def show_rates(screen: Console, ranks: int, rates: Rates, off: float, file: str) -> None:
-    """Show the rates of the cost model and where they are kept."""
+def show_rates(
+    screen: Console, ranks: int, rates: Rates, off: float, file: str, faults: dict[str, str]
+) -> None:
+    """Show the rates of the cost model, where they are kept, and who is left out of them."""
     screen.print(
         f"\n[bold]Rates on {ranks} ranks[/bold], {rates.load:g} on a core: "
         f"step {human_seconds(rates.step)}, message {human_seconds(rates.message)}, "
@@ -27,7 +29,31 @@ def show_rates(screen: Console, ranks: int, rates: Rates, off: float, file: str)
     )
     if file:
         screen.print(f"[dim]kept in {file}[/dim]", soft_wrap=True)
+    _show_faults(screen, faults)
     screen.print()
+
+
+def show_kept(screen: Console, ranks: int, faults: dict[str, str]) -> None:
+    """Say that the rates were not measured."""
+    screen.print(
+        f"\n[bold]Rates on {ranks} rank{'s' * (ranks != 1)}[/bold]: not measured; those kept "
+        "from host memory stand, or the defaults"
+    )
+    _show_faults(screen, faults)
+    screen.print()
+
+
+def _show_faults(screen: Console, faults: dict[str, str]) -> None:
+    for name, fault in faults.items():
+        screen.print(f"[bold red]WRONG {name}:[/] {fault}")
+
+
+def dropped(screen: Console, out: str, what: str, ranks: int) -> None:
+    """Say that something goes from the table, since data were wrong now."""
+    screen.print(
+        f"[bold red]Data were wrong:[/] {what} on {ranks} rank{'s' * (ranks != 1)} is dropped "
+        f"from {out}."
+    )
 
 
 def show(screen: Console, rows: Sequence[dict[str, Any]]) -> None:
@@ -44,14 +70,13 @@ def show(screen: Console, rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in rows:
         same = row["best"] == row["default"]
-        low, high = row["interval"]
         table.add_row(
             human_bytes(row["bytes"]) if row["collective"] != "barrier" else "",
             row["default"],
-            human_seconds(row["default_seconds"]),
-            "the same" if same else row["best"],
-            "" if same else human_seconds(row["best_seconds"]),
-            "" if same else f"{three(row['gain'])} ({three(low)}–{three(high)})",
+            _time(row["default_seconds"]),
+            "the same" if same else row["best"] or "none is right",
+            "" if same else _time(row["best_seconds"]),
+            "" if same else _gain(row["gain"], row["interval"]),
             style="dim" if same else "",
         )
     first = rows[0]
@@ -61,6 +86,18 @@ def show(screen: Console, rows: Sequence[dict[str, Any]]) -> None:
         for name, fault in row["faults"].items():
             screen.print(f"[bold red]WRONG {human_bytes(row['bytes'])} {name}:[/] {fault}")
     screen.print()
+
+
+def _time(seconds: float | None) -> str:
+    """Return a time; there is none for who makes wrong data."""
+    return "wrong" if seconds is None else human_seconds(seconds)
+
+
+def _gain(ratio: float | None, interval: Sequence[float] | None) -> str:
+    if ratio is None or interval is None:
+        return "—"
+    low, high = interval
+    return f"{three(ratio)} ({three(low)}–{three(high)})"
 
 
 def show_crossover(screen: Console, told: Mapping[str, Any]) -> None:
@@ -85,12 +122,12 @@ def show_crossover(screen: Console, told: Mapping[str, Any]) -> None:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("ratio", no_wrap=True)
     for row in rows:
-        low, high = row["interval"]
+        mark = MARKS[row["verdict"]] + " " if row["verdict"] else ""
         table.add_row(
             human_bytes(row["bytes"]),
-            human_seconds(row["staged_seconds"]),
-            human_seconds(row["pointers_seconds"]),
-            f"{MARKS[row['verdict']]} {three(row['ratio'])} ({three(low)}–{three(high)})",
+            _time(row["staged_seconds"]),
+            _time(row["pointers_seconds"]),
+            mark + _gain(row["ratio"], row["interval"]),
         )
     screen.print(table)
     for row in rows:
@@ -114,7 +151,11 @@ def written(out: str, table: Tuned, memory: str) -> str:
 
 
 def conclude(screen: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Say what the table gains over the default choice, and how far that is from the best."""
+    """Say what the table gains over the default choice, and how far that is from the best.
+
+    Where the default makes wrong data, or all do, nothing is gained.
+    """
+    rows = [row for row in rows if row["gain"] is not None]
     if not rows:
         return
     gains = [row["gain"] for row in rows]

@@ -17,10 +17,12 @@ import numpy as np
 from mpicoll.errors import ScheduleError
 from mpicoll.simulation.fabric import Fabric
 from mpicoll.simulation.machine import Integers, Machine, Reals, ticks
+from mpicoll.simulation.program import Line
 from mpicoll.simulation.symmetry import Bools, Kind
 
 BATCH = 1 << 18  #: messages whose links are looked at together
 HELD = 1 << 22  #: messages, times sizes, whose times are kept
+LAPS = 4  #: laps of steps that may be worth counting
 
 
 class Slots(NamedTuple):
@@ -36,7 +38,8 @@ class Slots(NamedTuple):
 class March:
     """Steps that all ranks take together; ranks of one residue have the same peers.
 
-    ``steps`` has for each step its number among the ``kinds`` of steps.
+    ``steps`` has for each step its number among the ``kinds`` of steps; those that differ in
+    their peers only have the same number in ``alike``.
     """
 
     size: int
@@ -44,9 +47,15 @@ class March:
     xor: bool
     steps: Integers
     kinds: tuple[Slots, ...]
+    alike: Integers
     before: Integers
     during: Integers
     after: Integers
+
+    def among(self, fabric: Fabric) -> int:
+        """Return how many ranks stand for all: those of one period, where peers repeat too."""
+        repeats = not self.xor and fabric.period % self.residues == 0
+        return fabric.period if repeats else self.size
 
 
 def march(kinds: Sequence[Kind], size: int) -> March | None:
@@ -69,19 +78,28 @@ def march(kinds: Sequence[Kind], size: int) -> March | None:
         return None
     peers = np.stack([kind.flips if xor else kind.shifts for kind in kinds])
     line = lines[0]
-    rows = _rows(line.sends, line.recvs, peers, line.send_units, line.during, line.after[1:])
+    plain, rows = _rows(line, peers)
     _, first, steps = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    _, alike = np.unique(plain[first], axis=0, return_inverse=True)
     send_first = np.concatenate([[0], np.cumsum(line.sends)])
-    recv_first = line.send_peers.size + np.concatenate([[0], np.cumsum(line.recvs)])
+    recv_first = np.concatenate([[0], np.cumsum(line.recvs)])
+    out, come = np.split(peers, [line.send_peers.size], axis=1)
+    # Nearly always the k-th message from a peer is its k-th one.
+    even = len(kinds) == 1 and np.array_equal(line.sends, line.recvs)
+    even = even and np.array_equal(out if xor else -out % size, come)
+    if even and (line.send_units != line.recv_units).any():
+        raise ScheduleError("a send and its receive differ in their number of elements")
     found = []
-    for step in first:
-        sends = peers[:, send_first[step] : send_first[step + 1]]
-        recvs = peers[:, recv_first[step] : recv_first[step + 1]]
-        units = line.send_units[send_first[step] : send_first[step + 1]]
-        wanted = line.recv_units[recv_first[step] - line.send_peers.size :][: recvs.shape[1]]
-        matches = _matches(sends, recvs, size, xor)
-        if (units[matches] != wanted).any():
-            raise ScheduleError("a send and its receive differ in their number of elements")
+    for step in first.tolist():
+        there = slice(send_first[step], send_first[step + 1])
+        here = slice(recv_first[step], recv_first[step + 1])
+        sends, recvs, units = out[:, there], come[:, here], line.send_units[there]
+        if even:
+            matches = np.arange(units.size)[None, :]
+        else:
+            matches = _matches(sends, recvs, size, xor)
+            if (units[matches] != line.recv_units[here]).any():
+                raise ScheduleError("a send and its receive differ in their number of elements")
         found.append(Slots(sends, recvs, matches, units))
     return March(
         size,
@@ -89,32 +107,28 @@ def march(kinds: Sequence[Kind], size: int) -> March | None:
         xor,
         steps.reshape(-1),
         tuple(found),
+        alike.reshape(-1),
         line.after[0],
         line.during[first],
         line.after[1:][first],
     )
 
 
-def _rows(
-    sends: Integers,
-    recvs: Integers,
-    peers: Integers,
-    units: Integers,
-    during: Integers,
-    after: Integers,
-) -> Integers:
-    """Return a row per step that says all about it."""
-    width = int(sends.max(initial=0)), int(recvs.max(initial=0))
-    total = int(sends.sum())
-    columns = [during, after]
-    for counts, most, values in (
-        *((sends, width[0], row[:total]) for row in (*peers, units)),
-        *((recvs, width[1], row[total:]) for row in peers),
-    ):
-        padded = np.full((counts.size, most), -1)
-        padded[np.arange(most) < counts[:, None]] = values
-        columns.append(padded)
-    return np.concatenate(columns, axis=1)
+def _rows(line: Line, peers: Integers) -> tuple[Integers, Integers]:
+    """Return a row per step that says all about it but for its peers, and one with them."""
+
+    def padded(counts: Integers, values: Integers) -> Integers:
+        found = np.full((counts.size, int(counts.max(initial=0))), -1)
+        found[np.arange(found.shape[1]) < counts[:, None]] = values
+        return found
+
+    total = line.send_peers.size
+    counts = np.stack([line.sends, line.recvs], axis=1)
+    sizes = padded(line.sends, line.send_units), padded(line.recvs, line.recv_units)
+    plain = np.concatenate([line.during, line.after[1:], counts, *sizes], axis=1)
+    sends = [padded(line.sends, row[:total]) for row in peers]
+    recvs = [padded(line.recvs, row[total:]) for row in peers]
+    return plain, np.concatenate([plain, *sends, *recvs], axis=1)
 
 
 def _matches(sends: Integers, recvs: Integers, size: int, xor: bool) -> Integers:
@@ -149,41 +163,89 @@ class _Step(NamedTuple):
     after: Integers  # (sizes, ranks)
 
 
-def replay(march: March, fabric: Fabric, machine: Machine, scales: Reals) -> Integers:
-    """Return when the ranks of one period are done, in ticks, (sizes, ranks)."""
-    return _Replay(march, fabric, machine, scales).run()
+def _repeated(doing: Integers, lap: int) -> Integers:
+    """Return for every step how often the ``lap`` steps from there on come, one time or more."""
+    same = doing[lap:] == doing[:-lap]
+    # The next step that is not the one a lap later.
+    ends = np.append(np.where(same, doing.size, np.arange(same.size)), doing.size - lap)
+    ends = np.minimum.accumulate(ends[::-1])[::-1]
+    result = np.ones_like(doing)
+    result[: ends.size] += (ends - np.arange(ends.size)) // lap
+    return result
+
+
+def replay(
+    march: March,
+    fabric: Fabric,
+    machine: Machine,
+    scales: Reals,
+    counts: Integers | None = None,
+) -> Integers:
+    """Return when the ranks of one period are done, in ticks, (sizes, ranks).
+
+    With ``counts``, one per step, each adds its time so many times.
+    """
+    return _Replay(march, fabric, machine, scales).run(counts)
 
 
 class _Replay:
     def __init__(self, march: March, fabric: Fabric, machine: Machine, scales: Reals) -> None:
         self.march, self.fabric, self.machine, self.scales = march, fabric, machine, scales
-        fits = not march.xor and fabric.period % march.residues == 0
-        self.period = fabric.period if fits else march.size
+        self.period = march.among(fabric)
         self.ranks = np.arange(self.period)
         self.stretch = machine.stretch(fabric.engaged(np.arange(march.size)))[: self.period]
         self.each = ticks(machine.overhead * self.stretch)
         self.fixed = ticks(machine.step * self.stretch)
-        self.known: dict[int, _Step] = {}
+        self.known: dict[int, int] = {}  # kinds, and what they do
+        self.steps: list[_Step] = []
+        self.same: dict[tuple[object, ...], int] = {}
 
-    def run(self) -> Integers:
+    def run(self, counts: Integers | None) -> Integers:
         work = self.machine.work(self.march.before, self.scales)[:, None] * self.stretch
         clocks = ticks(self.machine.call) + ticks(work)
         steps = self.march.steps
-        starts = np.flatnonzero(np.diff(steps, prepend=-1))
-        counts = np.diff(starts, append=steps.size)
-        for at, count in zip(range(starts.size), counts.tolist(), strict=True):
-            kind = int(steps[starts[at]])
-            if kind not in self.known:
-                self._prepare(steps[starts[at:]])
-            clocks = self._repeat(clocks, self.known[kind], count)
+        at = 0
+        while at < steps.size:
+            count = self._prepare(steps[at:])
+            doing = np.array([self.known[kind] for kind in steps[at : at + count].tolist()])
+            if counts is None:
+                clocks = self._through(clocks, doing)
+            else:
+                clocks = self._counted(clocks, doing, counts[at : at + count])
+            at += count
         return clocks
 
-    def _repeat(self, clocks: Integers, step: _Step, count: int) -> Integers:
-        """Take a step ``count`` times; count on once all clocks grow alike."""
+    def _counted(self, clocks: Integers, doing: Integers, counts: Integers) -> Integers:
+        """Take steps once each; all clocks go on by the time of the slowest for the others."""
+        for step, count in zip(doing.tolist(), counts.tolist(), strict=True):
+            before = clocks.max(axis=1, keepdims=True)
+            clocks = self._step(clocks, self.steps[step])
+            clocks = clocks + (count - 1) * (clocks.max(axis=1, keepdims=True) - before)
+        return clocks
+
+    def _through(self, clocks: Integers, doing: Integers) -> Integers:
+        """Take some steps, those that come again and again, alone or as a lap, as one."""
+        single = _repeated(doing, 1)
+        lap = self.period if self.period < self.march.size else doing.size
+        laps = _repeated(doing, lap) if lap < doing.size else np.ones_like(doing)
+        at = 0
+        while at < doing.size:
+            length, count = 1, int(single[at])
+            if count == 1 and laps[at] > LAPS:
+                length, count = lap, int(laps[at])
+            those = [self.steps[step] for step in doing[at : at + length].tolist()]
+            clocks = self._repeat(clocks, those, count)
+            at += length * count
+        return clocks
+
+    def _repeat(self, clocks: Integers, steps: Sequence[_Step], count: int) -> Integers:
+        """Take steps ``count`` times; count on once all clocks grow alike."""
         before = clocks
         for number in range(1, count + 1):
-            last, clocks = clocks, self._step(clocks, step)
-            if number < 4 or number % 16 == 0:
+            last = clocks
+            for step in steps:
+                clocks = self._step(clocks, step)
+            if count > 1 and (number < 4 or number % 16 == 0):
                 grown = clocks - last
                 if (grown == grown[:, :1]).all():
                     result: Integers = clocks + (count - number) * grown[:, :1]
@@ -193,7 +255,7 @@ class _Replay:
                 before = clocks
                 laps, rest = divmod(count - number, self.period)
                 if laps and (grown == grown[:, :1]).all():
-                    return self._repeat(clocks + laps * grown[:, :1], step, rest)
+                    return self._repeat(clocks + laps * grown[:, :1], steps, rest)
         return clocks
 
     def _step(self, clocks: Integers, step: _Step) -> Integers:
@@ -211,34 +273,46 @@ class _Replay:
         result: Integers = np.maximum(done, sent.max(axis=1)) + step.after
         return result
 
-    def _prepare(self, coming: Integers) -> None:
-        """Look at the links of the kinds of steps that come next, a batch at a time."""
-        _, first = np.unique(coming, return_index=True)
-        messages = 0
-        batch: list[int] = []
-        for kind in coming[np.sort(first)].tolist():
-            if kind in self.known:
-                continue
-            messages += self.march.kinds[kind].sends.shape[1] * self.period
-            if batch and messages > BATCH:
-                break
-            batch.append(kind)
-        if sum(step.wire.size for step in self.known.values()) > HELD:
+    def _prepare(self, coming: Integers) -> int:
+        """Look at the links of the kinds of steps that come next; return for how many steps."""
+        if sum(step.wire.size for step in self.steps) > HELD:
             self.known.clear()
-        targets = [self._peers(self.march.kinds[kind].sends) for kind in batch]
+            self.same.clear()
+            self.steps.clear()
+        kinds, first = np.unique(coming, return_index=True)
+        order = np.argsort(first)
+        new = [at for at in order.tolist() if int(kinds[at]) not in self.known]
+        sends = [self.march.kinds[kinds[at]].sends.shape[1] for at in new]
+        count = int(np.searchsorted(np.cumsum(sends) * self.period, BATCH, "right"))
+        batch = [int(kinds[at]) for at in new[: max(1, count)]]
+        if batch:
+            self._look(batch)
+        return coming.size if len(batch) == len(new) else int(first[new[len(batch)]])
+
+    def _look(self, batch: list[int]) -> None:
+        """Find what the kinds of steps do; many do the same."""
+        march = self.march
+        targets = [self._peers(march.kinds[kind].sends) for kind in batch]
         sizes = [target.size for target in targets]
-        units = [np.repeat(self.march.kinds[kind].units, self.period) for kind in batch]
+        units = [np.repeat(march.kinds[kind].units, self.period) for kind in batch]
         latency, wire = self.fabric.transfer(
             np.concatenate([np.tile(self.ranks, target.shape[0]) for target in targets]),
             np.concatenate([target.ravel() for target in targets]),
             np.concatenate(units),
             np.repeat(np.arange(len(batch)), sizes),
-            folded=self.period < self.march.size,
+            folded=self.period < march.size,
         )
-        cuts = np.cumsum(sizes)[:-1]
-        parts = zip(batch, targets, np.split(latency, cuts), np.split(wire, cuts), strict=True)
-        for kind, target, late, slow in parts:
-            self.known[kind] = self._known(kind, target, late, slow)
+        last = np.cumsum(sizes).tolist()
+        for kind, target, end in zip(batch, targets, last, strict=True):
+            part = slice(end - target.size, end)
+            late, slow, slots = latency[part], wire[part], march.kinds[kind]
+            ways = [(way % self.period).tobytes() for way in (slots.sends, slots.recvs)]
+            key = (int(march.alike[kind]), *ways, slots.matches.tobytes())
+            key += (late.tobytes(), slow.tobytes())
+            if key not in self.same:
+                self.same[key] = len(self.steps)
+                self.steps.append(self._known(kind, target, late, slow))
+            self.known[kind] = self.same[key]
 
     def _known(self, kind: int, targets: Integers, latency: Integers, wire: Reals) -> _Step:
         slots, machine = self.march.kinds[kind], self.machine

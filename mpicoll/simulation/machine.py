@@ -8,6 +8,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll.errors import MpicollError
+
 Integers: TypeAlias = npt.NDArray[np.int64]
 Reals: TypeAlias = npt.NDArray[np.float64]
 
@@ -15,9 +17,21 @@ Reals: TypeAlias = npt.NDArray[np.float64]
 TICK = 1e-13
 
 
+#: Ticks of anything, at most: some more than five days. 64 bits hold twice as many.
+MOST = 1 << 62
+TOO_LONG = "it takes more than five days, which is longer than is replayed"
+
+
+class TooLongError(MpicollError):
+    """A time that does not fit into the clocks of a replay."""
+
+
 def ticks(seconds: Reals | float) -> Integers:
-    """Return seconds as whole ticks."""
-    return np.rint(np.asarray(seconds) / TICK).astype(np.int64)
+    """Return seconds as whole ticks; raise TooLongError where they are too many."""
+    found = np.rint(np.asarray(seconds) / TICK)
+    if found.size and found.max() > MOST:
+        raise TooLongError(TOO_LONG)
+    return found.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class Graph:
         back = np.concatenate([np.arange(len(ends)) + len(ends), np.arange(len(ends))])
         for node in range(nodes):
             self._spread(node, back)
+        self.hops = 2 * min(nodes, 2)  # from node to switch to node, or more, at most
         lost = np.argwhere(self._link[:, :nodes] < 0)
         lost = lost[lost[:, 0] != lost[:, 1]]
         if lost.size:
@@ -60,6 +61,10 @@ class Graph:
                     queue.append(there)
                     self._next[node, there] = here
                     self._link[node, there] = back[link]
+
+    def whole(self) -> Graph:
+        """Return itself: nothing is known to repeat."""
+        return self
 
     def routes(self, source: Integers, target: Integers) -> tuple[Integers, Reals]:
         """Return the links of the ways."""
@@ -95,6 +100,8 @@ def read(file: str, rate: float, latency: float) -> Graph:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"{file} can not be read: {error}") from None
+    except RecursionError:
+        raise SettingError(f"{file}: no network: nested too deeply") from None
     except json.JSONDecodeError as error:
         raise SettingError(f"{file}, line {error.lineno}: no JSON, {error.msg}") from None
     try:

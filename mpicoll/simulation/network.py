@@ -9,6 +9,9 @@ import numpy as np
 
 from mpicoll.simulation.machine import Integers, Reals
 
+NONE = -(1 << 60)  #: no link, also once a node's number is added
+SHORT = 128  #: places along an axis of a torus, up to which all ways along it are kept
+
 
 class FatTree:
     """Leaf switches of ``leaf`` nodes under a core that does not block.
@@ -29,10 +32,16 @@ class FatTree:
         self.nodes = nodes
         self._leaf = leaf
         self._leaves = -(-nodes // leaf)
-        self._latency, self._hop = latency, hop
+        self.hops = 2
+        self._rate, self._latency, self._hop = rate, latency, hop
         self._oversubscription = oversubscription
         self.period = leaf if nodes % leaf == 0 else nodes
         self.rates: Reals = np.full(2 * self._leaves, rate * leaf / oversubscription)
+
+    def whole(self) -> FatTree:
+        """Return the tree with all leaves full."""
+        others = self._rate, self._latency, self._hop, self._oversubscription
+        return FatTree(self._leaves * self._leaf, self._leaf, *others)
 
     def routes(self, source: Integers, target: Integers) -> tuple[Integers, Reals]:
         """Return up and down, unless both are under one leaf; two more switches then."""
@@ -64,36 +73,65 @@ class Torus:
     ) -> None:
         self.nodes = nodes
         self._shape = shape
-        self._latency, self._hop = latency, hop
+        self.hops = sum(length // 2 for length in shape)
+        self._rate, self._latency, self._hop = rate, latency, hop
         full = math.prod(shape) == nodes
         self.period = shape[0] * shape[1] if full else nodes
         self._places = math.prod(shape)
         self.rates: Reals = np.full(6 * self._places, rate)
+        # The ways along an axis, from every place to every other, if they are not too many.
+        self._known: list[Integers | None] = [None] * 3
+        for axis, length in enumerate(shape):
+            if length <= SHORT:
+                links = np.empty((length // 2, length**2), np.int64)
+                self._round(axis, *np.divmod(np.arange(length**2), length), links)
+                self._known[axis] = links
+
+    def whole(self) -> Torus:
+        """Return the torus with a node at every place."""
+        return Torus(self._places, self._shape, self._rate, self._latency, self._hop)
 
     def routes(self, source: Integers, target: Integers) -> tuple[Integers, Reals]:
         """Return the links node by node."""
-        most = [length // 2 for length in self._shape]
-        links = np.full((source.size, sum(most)), -1)
         hops = np.zeros(source.size, np.int64)
-        here = source.copy()
-        column = 0
+        here = source
         stride = 1
+        turns = []
         for axis, length in enumerate(self._shape):
             place = here // stride % length
             ahead = (target // stride % length - place) % length
-            back = ahead > length - ahead
-            steps = np.where(back, length - ahead, ahead)
-            way = np.where(back, -1, 1)
-            base = here - place * stride
-            direction = (2 * axis + back) * self._places
-            for step in range(most[axis]):
-                node = base + (place + step * way) % length * stride
-                links[:, column + step] = np.where(step < steps, direction + node, -1)
-            here = base + (place + steps * way) % length * stride
+            rest = here - place * stride
+            steps = np.minimum(ahead, length - ahead)
+            turns.append((axis, place, ahead, rest, int(steps.max(initial=0))))
+            here = rest + (place + ahead) % length * stride
             hops += steps
-            column += most[axis]
             stride *= length
-        return links, self._latency + self._hop * np.maximum(hops - 1, 0)
+        links = np.empty((sum(turn[-1] for turn in turns), source.size), np.int64)
+        row = 0
+        for axis, place, ahead, rest, most in turns:
+            part = links[row : row + most]
+            self._round(axis, place, ahead, part)
+            part += rest
+            row += most
+        np.maximum(links, -1, out=links)
+        return links.T, self._latency + self._hop * np.maximum(hops - 1, 0)
+
+    def _round(self, axis: int, place: Integers, ahead: Integers, links: Integers) -> None:
+        """Set the links from places along an axis to those ``ahead``, (hops, messages).
+
+        They are those of the node that is at 0 along the other axes.
+        """
+        length = self._shape[axis]
+        known = self._known[axis]
+        if known is not None:
+            np.take(known[: len(links)], place * length + ahead, 1, links, "clip")
+            return
+        stride = math.prod(self._shape[:axis])
+        back = ahead > length - ahead
+        step = np.arange(len(links))[:, None]
+        node = (place + np.where(back, -step, step)) % length * stride
+        some = step < np.minimum(ahead, length - ahead)
+        links[:] = np.where(some, (2 * axis + back) * self._places + node, NONE)
 
     def folded(self, links: Integers) -> Integers:
         """Return the links of the first plane."""
@@ -139,7 +177,8 @@ class Dragonfly:
     ) -> None:
         self.nodes = nodes
         self._shape = shape
-        self._latency, self._hop = latency, hop
+        self.hops = 3
+        self._rate, self._latency, self._hop = rate, latency, hop
         in_group = shape.nodes * shape.routers
         self._groups = -(-nodes // in_group)
         self.period = in_group if nodes % in_group == 0 else nodes
@@ -147,6 +186,11 @@ class Dragonfly:
         inner = self._groups * shape.routers**2
         cables = np.full(self._groups**2, rate * self._cables)
         self.rates: Reals = np.concatenate([np.full(inner, rate), cables])
+
+    def whole(self) -> Dragonfly:
+        """Return the dragonfly with all groups full."""
+        nodes = self._groups * self._shape.nodes * self._shape.routers
+        return Dragonfly(nodes, self._shape, self._rate, self._latency, self._hop)
 
     def routes(self, source: Integers, target: Integers) -> tuple[Integers, Reals]:
         """Return the link in the first group, the cable, and the link in the other group."""

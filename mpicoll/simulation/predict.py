@@ -12,12 +12,22 @@ from mpicoll.algorithms import Algorithm
 from mpicoll.simulation import lockstep
 from mpicoll.simulation import replay as full
 from mpicoll.simulation.fabric import Fabric
-from mpicoll.simulation.machine import TICK, Integers, Machine, Reals
+from mpicoll.simulation.machine import (
+    MOST,
+    TICK,
+    TOO_LONG,
+    Integers,
+    Machine,
+    Reals,
+    TooLongError,
+)
 from mpicoll.simulation.program import Program
+from mpicoll.simulation.sample import sample
 from mpicoll.simulation.schedules import MESSAGES, How, LeftOutError, Schedules, cut_of
 from mpicoll.simulation.symmetry import ROW
 
 LARGE = 1 << 22  #: messages times sizes that a full replay takes at once
+UNEVEN = "a row of ranks whose time does not grow evenly within the limits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class Prepared:
     fractions of a byte too: what each of 16 ranks has of 8 bytes is half a byte. ``segment`` is
     the most bytes of a pipelined piece, 0 for whole blocks. Raises LeftOutError where symmetry
     does not help and building all schedules would take longer than ``patience`` seconds.
-    ``how`` insists on a way; but for "merged", the ticks are the same.
+    ``how`` insists on a way; but for "merged" and "sampled", the ticks are the same.
     """
 
     def __init__(
@@ -48,6 +58,7 @@ class Prepared:
         how: How | None = None,
     ) -> None:
         self._sizes = tuple(sizes)
+        self._how = how
         self._parts: list[_Part] = []
         cuts = {nbytes: cut_of(algorithm, nbytes, segment, ranks) for nbytes in sizes}
         for cut in sorted(set(cuts.values())):
@@ -61,11 +72,23 @@ class Prepared:
         """Replay them."""
         seconds: dict[int, float] = {}
         ways: dict[int, How] = {}
+        for part in self._parts:  # before any is replayed
+            if isinstance(part.program, Schedules):
+                _refuse_row(part.program, fabric)
         for part in self._parts:
-            ends = _replayed(part.program, fabric, machine, part.scales)
+            program, how, some = part.program, part.how, None
+            if isinstance(program, lockstep.March) and self._how in (None, "sampled"):
+                some = sample(program, fabric)
+            if some is None:
+                ends = _replayed(program, fabric, machine, part.scales)
+            else:
+                how, (steps, larger, counts) = "sampled", some
+                ends = lockstep.replay(steps, larger, machine, part.scales, counts).max(axis=1)
+            if (ends < 0).any() or (ends > MOST).any():
+                raise TooLongError(TOO_LONG)
             for nbytes, last in zip(part.sizes, ends.tolist(), strict=True):
                 seconds[nbytes] = last * TICK
-                ways[nbytes] = part.how
+                ways[nbytes] = how
         return Prediction(
             tuple(seconds[nbytes] for nbytes in self._sizes),
             tuple(ways[nbytes] for nbytes in self._sizes),
@@ -120,11 +143,9 @@ def _row(schedules: Schedules, fabric: Fabric, machine: Machine, scales: Reals) 
     stays the same once the pipeline is filled.
     """
     period, size = fabric.repeat, fabric.size
-    length = max(2 * schedules.pieces, 64) // period * period + 2 * period + size % period
-    while True:
+    length = _shortest(schedules, fabric)
+    while length + 2 * period < size and (length + 2 * period) * schedules.pieces <= MESSAGES:
         lengths = [length, length + period, length + 2 * period]
-        if lengths[-1] >= size or lengths[-1] * schedules.pieces > MESSAGES:
-            break
         ends = [_short(schedules, one, fabric, machine, scales) for one in lengths]
         grown = ends[1] - ends[0]
         if (ends[2] - ends[1] == grown).all():
@@ -132,8 +153,21 @@ def _row(schedules: Schedules, fabric: Fabric, machine: Machine, scales: Reals) 
             return result
         length += max(1, length // period) * period
     if size * schedules.pieces > MESSAGES:
-        raise LeftOutError("a row of ranks whose time does not grow evenly within the limits")
+        raise LeftOutError(UNEVEN)
     return _short(schedules, size, fabric, machine, scales)
+
+
+def _shortest(schedules: Schedules, fabric: Fabric) -> int:
+    """Return how many ranks the first of the shorter rows has."""
+    period = fabric.repeat
+    return max(2 * schedules.pieces, 64) // period * period + 2 * period + fabric.size % period
+
+
+def _refuse_row(schedules: Schedules, fabric: Fabric) -> None:
+    """Refuse a row that is too long, and of which shorter ones are too."""
+    least = min(_shortest(schedules, fabric) + 2 * fabric.repeat, fabric.size)
+    if least * schedules.pieces > MESSAGES:
+        raise LeftOutError(UNEVEN)
 
 
 def _short(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
@@ -41,68 +40,93 @@ class Line:
         return self.send_peers.size + self.recv_peers.size
 
 
-def _columns(messages: Messages) -> tuple[Integers, Integers]:
-    """Return peers and units."""
-    return _column([peer for peer, _ in messages]), _column([units for _, units in messages])
-
-
-def _work(step: Step, merged: bool) -> tuple[int, int, int]:
+def _work(step: Step) -> tuple[int, int, int, int]:
+    """Return what is reduced and copied, the operations, and those once they are merged."""
     reduced = copied = 0
     for item in step.local:
         if isinstance(item, Reduce):
             reduced += item.target.count * (len(item.operands) - 1)
         else:
             copied += item.target.count
-    operations = bool(reduced) + bool(copied) if merged else len(step.local)
-    return reduced, copied, operations
+    return reduced, copied, len(step.local), bool(reduced) + bool(copied)
 
 
-Messages: TypeAlias = list[tuple[int, int]]  #: (peer, units)
+class _Messages:
+    """The sends, or the receives, of all steps, and whether two of a step have one peer."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.peers: list[int] = []
+        self.units: list[int] = []
+        self.twice = False
+
+    def add(self, ops: Sequence[Send | Recv]) -> None:
+        """Add those of a step."""
+        self.counts.append(len(ops))
+        for peer, span in ops:
+            self.peers.append(peer)
+            self.units.append(span.stop - span.start)
+        if len(ops) > 1 and not self.twice:
+            self.twice = len({op.peer for op in ops}) < len(ops)
+
+    def add_merged(self, ops: Sequence[Send | Recv]) -> None:
+        """Add those of a step, the ones to or from a peer as one."""
+        totals: dict[int, int] = {}
+        for peer, span in ops:
+            totals[peer] = totals.get(peer, 0) + span.stop - span.start
+        self.counts.append(len(totals))
+        self.peers += totals.keys()
+        self.units += totals.values()
+
+    def columns(self) -> tuple[Integers, Integers, Integers]:
+        """Return counts, peers and units."""
+        return _column(self.counts), _column(self.peers), _column(self.units)
 
 
-def _messages(ops: Sequence[Send | Recv], merged: bool) -> Messages:
-    if not merged or len(ops) < 2:
-        return [(peer, span.stop - span.start) for peer, span in ops]
-    totals: dict[int, int] = {}
-    for peer, span in ops:
-        totals[peer] = totals.get(peer, 0) + span.count
-    return list(totals.items())
+def lines(schedule: Schedule) -> tuple[Line, Line]:
+    """Return a schedule as columns, and once more merged.
 
-
-def line(schedule: Schedule, merged: bool = False) -> Line:
-    """Return a schedule as columns; steps without a message join the one before.
-
-    ``merged`` takes the messages of one step to one peer as one, and its reductions, and its
-    copies: a range of blocks that wraps round the last rank is two on some ranks only.
+    Steps without a message join the one before. Merged are the messages of one step to one
+    peer, and its reductions, and its copies: a range of blocks that wraps round the last rank
+    is two on some ranks only.
     """
-    sends, recvs, during = [], [], []
-    out: Messages = []
-    arriving: Messages = []
-    after = [[0, 0, 0]]
+    sends, recvs = _Messages(), _Messages()
+    during: list[tuple[int, int, int, int]] = []
+    after = [(0, 0, 0, 0)]
+    nothing = after[0]
     for step in schedule.steps:
-        work = _work(step, merged) if step.local else (0, 0, 0)
-        if step.communicates:
-            there, here = _messages(step.sends, merged), _messages(step.recvs, merged)
-            out += there
-            arriving += here
-            sends.append(len(there))
-            recvs.append(len(here))
+        work = _work(step) if step.local else nothing
+        if step.sends or step.recvs:
+            sends.add(step.sends)
+            recvs.add(step.recvs)
             during.append(work)
-            after.append([0, 0, 0])
+            after.append(nothing)
         else:
-            after[-1] = [old + new for old, new in zip(after[-1], work, strict=True)]
-    send_peers, send_units = _columns(out)
-    recv_peers, recv_units = _columns(arriving)
-    return Line(
-        _column(sends),
-        _column(recvs),
-        send_peers,
-        send_units,
-        recv_peers,
-        recv_units,
-        _column(during).reshape(-1, 3),
-        _column(after),
-    )
+            one, other = after[-1], work
+            after[-1] = one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3]
+    inner, outer = _column(during).reshape(-1, 4), _column(after)
+    columns = _columns(sends, recvs)
+    exact = Line(*columns, inner[:, :3], outer[:, :3])
+    if sends.twice or recvs.twice:
+        sends, recvs = _Messages(), _Messages()
+        for step in schedule.steps:
+            if step.communicates:
+                sends.add_merged(step.sends)
+                recvs.add_merged(step.recvs)
+        columns = _columns(sends, recvs)
+    return exact, Line(*columns, inner[:, [0, 1, 3]], outer[:, [0, 1, 3]])
+
+
+def _columns(
+    sends: _Messages, recvs: _Messages
+) -> tuple[Integers, Integers, Integers, Integers, Integers, Integers]:
+    (out, targets, there), (come, sources, here) = sends.columns(), recvs.columns()
+    return out, come, targets, there, sources, here
+
+
+def line(schedule: Schedule) -> Line:
+    """Return a schedule as columns; steps without a message join the one before."""
+    return lines(schedule)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from mpicoll.algorithms.alltoall import transit
 from mpicoll.errors import MpicollError, ScheduleError
 from mpicoll.schedule.ir import Call, Reduce, Schedule
 from mpicoll.simulation import lockstep
-from mpicoll.simulation.program import Line, Program, joined, line
+from mpicoll.simulation.program import Line, Program, joined, line, lines
 from mpicoll.simulation.symmetry import (
     ALL,
     APART,
@@ -31,12 +31,14 @@ from mpicoll.simulation.symmetry import (
 BLOCKED = frozenset({"allgather", "gather", "reduce_scatter", "scatter"})
 MANY = 4096  #: ranks from which on a row of them is counted on from a shorter one
 MESSAGES = 1 << 22  #: messages of all ranks in a full replay, at most
+ENOUGH = 3  #: ranks whose messages tell how many there are
 SPANS = 1 << 25  #: spans of one rank's schedule, at most
 
 #: "lockstep": one period of ranks stands for all; "merged": so too, once messages of a step to
-#: one peer are taken as one; "rows": a row of ranks, counted on from shorter ones; "classes": a
-#: few ranks of each class were built, "all": every rank, and every message replayed.
-How: TypeAlias = Literal["lockstep", "merged", "rows", "classes", "all"]
+#: one peer are taken as one; "sampled": either, and of many steps that differ in their distances
+#: some stand for those around them; "rows": a row of ranks, counted on from shorter ones;
+#: "classes": a few ranks of each class were built, "all": every rank, and every message replayed.
+How: TypeAlias = Literal["lockstep", "merged", "sampled", "rows", "classes", "all"]
 
 
 class LeftOutError(MpicollError):
@@ -107,16 +109,15 @@ class Schedules:
         if self._cut.pieces > 1:
             segment = 1 if self._cut.blocks else self._size
         start = time.perf_counter()
-        with _no_collection():
-            call = _call(self._algorithm, rank, self._size, self._cut.pieces, segment)
-            made = self._algorithm.build(call)
+        call = _call(self._algorithm, rank, self._size, self._cut.pieces, segment)
+        made = self._algorithm.build(call)
         self._seconds = min(self._seconds, time.perf_counter() - start)
         return made
 
     def _look(self, rank: int, merged: bool) -> Line:
         if rank not in self._seen:
-            schedule = self._build(rank)
-            self._seen[rank] = line(schedule), line(schedule, merged=True)
+            with _no_collection():
+                self._seen[rank] = lines(self._build(rank))
         return self._seen[rank][merged]
 
     def program(
@@ -155,7 +156,8 @@ class Schedules:
 
     def every(self) -> list[Line]:
         """Build the schedules of all ranks."""
-        return [line(self._build(rank)) for rank in range(self._size)]
+        with _no_collection():
+            return [line(self._build(rank)) for rank in range(self._size)]
 
     def _march(self, lines: Lines) -> lockstep.March | None:
         found = kinds(lines, self._size, TOGETHER)
@@ -170,7 +172,10 @@ class Schedules:
         """Return all schedules, known from a few of each class, or None where they do not."""
         lines = partial(self._look, merged=False)
         if self._size > ALL:  # before many long schedules are built
-            some = [lines(rank).messages for rank in (1, self._size // 2 + 1, self._size - 1)]
+            lines(self._size // 2 + 1)
+            if len(self._seen) < ENOUGH:
+                lines(1)
+            some = [seen.messages for seen, _ in self._seen.values()]
             self._refuse(self._size * min(some))
         found = kinds(lines, self._size, divisions)
         if found is None:
@@ -189,7 +194,8 @@ class Schedules:
             )
         messages = 0
         for rank in range(self._size):
-            made = line(self._build(rank))
+            with _no_collection():
+                made = line(self._build(rank))
             messages += made.messages
             if rank in (self._size // 64, self._size - 1):
                 self._refuse(messages * self._size // (rank + 1))

@@ -45,10 +45,16 @@ def _highest_bit(ranks: Integers) -> Integers:
     return result
 
 
+def _both_ends(ranks: Integers) -> Integers:
+    result: Integers = _highest_bit(ranks) * 64 + _highest_bit(ranks.size - 1 - ranks)
+    return result
+
+
 #: Ways to divide ranks into classes, of which all are in the same step at a time, and
 TOGETHER = (_one, _parity)
-#: of which that is not so. The lowest and the highest bit set are the levels of binomial trees.
-APART = (_root, _lowest_bit, _highest_bit)
+#: of which that is not so. The lowest and the highest bit set are the levels of binomial trees;
+#: how far a rank is from the first and from the last one tells which powers of two it reaches.
+APART = (_root, _lowest_bit, _highest_bit, _both_ends)
 
 
 def row(ranks: Integers) -> Integers:

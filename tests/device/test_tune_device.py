@@ -83,6 +83,7 @@ def test_table_and_crossover_are_measured_on_the_device(
     }
     assert not any(row["faults"] for row in told["results"])
     assert BACKEND.copies
+    assert (told["rates"][0]["measured"], told["rates"][0]["off_by"]) == (False, None)
     crossed = told["crossovers"][0]
     assert crossed["ranks"] == SIZE
     assert [row["bytes"] for row in crossed["results"]] == ([512, 4096] if SIZE > 1 else [])
@@ -97,6 +98,7 @@ def test_table_and_crossover_are_measured_on_the_device(
         end = "longer ones by device pointers." if SIZE > 1 else "One rank sends nothing"
         assert end in out
         assert "for communicators with memory='device'" in out
+        assert f"Rates on {SIZE} rank{'s' * (SIZE > 1)}: not measured" in out
 
 
 def test_groups_have_crossovers_of_their_own(folder: Path) -> None:
@@ -143,15 +145,21 @@ def test_wrong_data_leave_no_crossover(
             at(recv.address, 8)[:] = 1
 
     monkeypatch.setattr(Comm, "Alltoall", wrong)
+    old = (Crossover(SIZE, 88), Crossover(SIZE + 1, 77))
+    _write(folder / "t.json", dump(Table((), library(), "0", old)))
     status, table, told = _tune(folder)
     assert status == (SIZE > 1)  # one rank has no crossover
-    assert table.crossovers == ()
+    assert table.crossovers == (old[1:] if SIZE > 1 else old)
     for row in told["crossovers"][0]["results"]:
         assert set(row["faults"]) == {"pointers, alltoall", "pointers again, alltoall"}
+        assert row["staged_seconds"] > 0
+        compared = ("pointers_seconds", "ratio", "interval", "verdict")
+        assert {row[name] for name in compared} == {None}
     if launch.speaks() and SIZE > 1:
         out = capsys.readouterr().out
         assert "WRONG 512 B pointers, alltoall: rank" in " ".join(out.split())
         assert "Data were wrong: it stays at" in out
+        assert f"the crossover of 88 B on {SIZE} ranks is dropped from" in " ".join(out.split())
 
 
 def test_no_device_is_said_once_before_anything_is_measured(

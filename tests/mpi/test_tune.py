@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpicoll import Comm
 from mpicoll.algorithms import every, find, names
-from mpicoll.cli import app, calibrate, launch, timing
+from mpicoll.cli import app, calibrate, launch, timing, tune_measure
 from mpicoll.cli.main import run
 from mpicoll.errors import SettingError
 from mpicoll.runtime.link import attach
@@ -21,7 +21,7 @@ from mpicoll.runtime.place import library, place
 from mpicoll.schedule.contracts import COLLECTIVES
 from mpicoll.selection.calibration import listed
 from mpicoll.selection.choose import Wanted, choose, served
-from mpicoll.selection.model import CROWDED, DEFAULT, Rates, seconds
+from mpicoll.selection.model import CROWDED, DEFAULT, Corrections, Rates, seconds
 from mpicoll.selection.settings import Settings, parse, read
 from mpicoll.selection.table import Entry, Ranked, Table, dump, load
 
@@ -86,6 +86,8 @@ def test_tune_writes_a_table_that_decides(
     ]
     assert not any(row["faults"] for row in told["results"])
     assert all(row["gain"] >= 1 for row in told["results"])
+    assert told["rates"][0]["measured"] == (SIZE > 1)
+    assert (told["rates"][0]["off_by"] is None) == (SIZE == 1)
     rates = told["rates"][0]["seconds"]
     assert all(0 < value < 1 for value in rates.values())
     cache = folder / "cache" / "mpicoll" / "rates.json"
@@ -160,6 +162,78 @@ def test_wrong_data_are_named_and_left_out(
     assert named == set(names("allreduce")) - {"ring"}
     if WORLD.rank == 0:
         assert f"rank {SIZE - 1}: element" in capsys.readouterr().out
+
+
+def _always_wrong(self: Comm, send: Any, recv: Any, *others: Any, **keywords: Any) -> None:
+    """Stand for an Allreduce by whatever algorithm."""
+    MPI.Intracomm.Allreduce(self, send, recv, *others)
+    recv[-1] += 1
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["a table", "no table"])
+def test_where_all_data_are_wrong_nothing_stands(
+    before: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No algorithm is named as measured, and what the table had does not stay as if it were."""
+    monkeypatch.setattr(Comm, "Allreduce", _always_wrong)
+    monkeypatch.setattr(calibrate, "PROBES", calibrate.PROBES[:3])
+    monkeypatch.setattr(calibrate, "correct", lambda *_: Corrections({}))
+    out, report = folder / "t.json", folder / "r.json"
+    gone = Entry("allreduce", SIZE, "host", 0, 10, (Ranked("ring", 0, 1e-3),))
+    others = (
+        Entry("allreduce", SIZE + 1, "host", 0, 10, (Ranked("ring", 0, 1e-3),)),
+        Entry("allreduce", SIZE, "device", 0, 10, (Ranked("ring", 0, 1e-3),)),
+    )
+    if before:
+        _write(out, dump(Table((gone, *others), library(), "0")))
+    arguments = ["tune", "-c", "allreduce", "--out", str(out), "--json", str(report), *FAST]
+    assert run(arguments) == 1
+    told = _json(report)
+    assert told["out"] == (str(out) if before else None)
+    for row in told["results"]:
+        found = {name: row[name] for name in ("best", "best_seconds", "fastest_seconds")}
+        assert set(found.values()) == {None}
+        assert (row["default_seconds"], row["gain"], row["interval"]) == (None, None, None)
+        assert row["ranked"] == []
+    said = " ".join(capsys.readouterr().out.split())
+    if before:
+        assert set(_table(out).entries) == set(others)
+        wanted = "Data were wrong: what it had for allreduce on"
+    else:
+        assert not WORLD.bcast(out.exists(), root=0)
+        wanted = "All data were wrong"
+    assert (wanted in said) == launch.speaks()
+    assert ("none is right" in said) == launch.speaks()
+
+
+def test_a_wrong_default_is_compared_with_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Comm.Allreduce
+
+    def wrong(self: Comm, send: Any, recv: Any, *others: Any, **keywords: Any) -> None:
+        right(self, send, recv, *others, **keywords)
+        if keywords["algorithm"] == "ring":
+            recv[-1] += 1
+
+    def automatic(wanted: Wanted, *given: Any) -> Any:
+        return choose(wanted, Settings(algorithms=(("allreduce", "ring"),)))
+
+    monkeypatch.setattr(Comm, "Allreduce", wrong)
+    monkeypatch.setattr(tune_measure, "automatic", automatic)
+    monkeypatch.setattr(calibrate, "PROBES", calibrate.PROBES[:3])
+    monkeypatch.setattr(calibrate, "correct", lambda *_: Corrections({}))
+    out, report = folder / "t.json", folder / "r.json"
+    arguments = ["tune", "-c", "allreduce", "--out", str(out), "--json", str(report), *FAST]
+    assert run(arguments) == 1
+    for row in _json(report)["results"]:
+        assert row["default"].split()[0] == "ring"
+        assert (row["default_seconds"], row["gain"], row["interval"]) == (None, None, None)
+        assert row["best"].split()[0] != "ring"
+        assert row["best_seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -265,7 +339,9 @@ def test_every_algorithm_is_corrected_alike_on_all_ranks(monkeypatch: pytest.Mon
     monkeypatch.setattr(calibrate, "SIZES", (8, 1 << 12, 1 << 18))
     monkeypatch.setattr(calibrate, "SEGMENT", 1 << 12)
     seen: list[str] = []
-    curves = calibrate.correct(Comm(WORLD), DEFAULT, seen.append).curves
+    samples = calibrate.time_all(Comm(WORLD), seen.append)
+    assert not any(one.fault for one in samples)
+    curves = calibrate.correct(samples, SIZE, DEFAULT).curves
     assert WORLD.allgather(curves) == [curves] * SIZE
     assert seen == list(COLLECTIVES)
     expected = {
@@ -277,7 +353,7 @@ def test_every_algorithm_is_corrected_alike_on_all_ranks(monkeypatch: pytest.Mon
     for (collective, name, cut), curve in curves.items():
         assert find(collective, name).segmented or not cut
         assert len(curve) == 1 if cut else len(curve) == 3
-        assert curve[-1][0] >= 1 << 18
+        assert curve[-1][0] > (1 << 18) - 8 * SIZE  # blocks of equal length
     assert ("bcast", "chain", True) in curves
 
 
@@ -286,15 +362,38 @@ def _rivals(collective: str) -> list[str]:
     return [one.name for one in known if served(one, Wanted(collective, SIZE))]
 
 
-def test_a_time_twice_as_long_is_a_factor_below_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_twice_as_long_is_a_factor_below_two() -> None:
     """What is measured is believed for the most part."""
+    samples = [one._replace(seconds=2 * one.seconds) for one in _samples(DEFAULT, 8) if one.nbytes]
+    curves = calibrate.correct(samples, 8, DEFAULT).curves
+    factors = [factor for curve in curves.values() for _, factor in curve]
+    assert factors == pytest.approx([2**calibrate.BELIEF] * len(samples))
 
-    def timed(comm: Comm, known: Any, nbytes: int) -> Any:
-        return [(one, False, 2 * seconds(one, SIZE, nbytes, 0, DEFAULT), nbytes) for one in known]
 
-    monkeypatch.setattr(calibrate, "_timed", timed)
-    for curve in calibrate.correct(Comm(WORLD), DEFAULT).curves.values():
-        assert [factor for _, factor in curve] == pytest.approx([2**calibrate.BELIEF] * 2)
+def test_wrong_data_are_in_no_rates(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Comm.Allreduce
+
+    def wrong(self: Comm, send: Any, recv: Any, *others: Any, **keywords: Any) -> None:
+        right(self, send, recv, *others, **keywords)
+        if keywords["algorithm"] in ("ring", "circulant") and self.rank == self.size - 1:
+            recv[-1] += 1
+
+    monkeypatch.setattr(Comm, "Allreduce", wrong)
+    report = folder / "r.json"
+    assert run(["tune", "--quick", "--json", str(report)]) == (SIZE > 1)
+    (told,) = _json(report)["rates"]
+    if SIZE == 1:  # nothing was measured
+        assert told["faults"] == {}
+        return
+    assert set(told["faults"]) == {"allreduce ring", "allreduce circulant"}
+    assert told["measured"]
+    names = {(one["collective"], one["algorithm"]) for one in told["corrections"]}
+    assert ("allreduce", "direct") in names
+    assert not {("allreduce", "ring"), ("allreduce", "circulant")} & names
+    if WORLD.rank == 0:
+        assert "WRONG allreduce ring" in capsys.readouterr().out
 
 
 def _samples(true: Rates, size: int) -> list[calibrate.Sample]:
