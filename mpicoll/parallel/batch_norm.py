@@ -329,7 +329,8 @@ def _problem(
     if not isinstance(momentum, float | int) or not 0 <= momentum <= 1:
         return f"momentum={momentum!r}; expected a number from 0 to 1"
     try:
-        wide = dtype is not None and np.dtype(cast(Any, dtype)).char in "dg"
+        known = (np.float64, np.longdouble)
+        wide = dtype is not None and np.dtype(cast(Any, dtype)).type in known
     except TypeError:
         wide = False
     if not wide:

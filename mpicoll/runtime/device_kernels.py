@@ -2,8 +2,9 @@
 
 One kernel folds any fixed number of operands in one pass. It gives the bits of the host's
 loops: integers wrap, floats are rounded after each operation, 16-bit floats accumulate in
-float32 and are rounded once, NaNs and zeros come out as they do there. The tests compile
-the same text with a C compiler and hold it against the host.
+float32 and are rounded once, NaNs and zeros come out as they do there. So do floats of 8
+bits, whose conversions are tables that are taken from ml_dtypes. The tests compile the same
+text with a C compiler and hold it against the host.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ _PRELUDE = """\
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__) || defined(__HIPCC__) || defined(__HIPCC_RTC__)
 #define KERNEL extern "C" __global__ void
 #define INLINE static __device__ __forceinline__
+#define TABLE static __device__ const
 #define FIRST ((u8)blockIdx.x * blockDim.x + threadIdx.x)
 #define STRIDE ((u8)gridDim.x * blockDim.x)
 #define ALIGNED __align__(16)
 #else
 #define KERNEL void
 #define INLINE static inline
+#define TABLE static const
 #define FIRST 0
 #define STRIDE 1
 #define ALIGNED __attribute__((aligned(16)))
@@ -45,13 +48,31 @@ INLINE u8 bits8(f8 value) { union word8 it; it.value = value; return it.bits; }
 # As on x86: a NaN that goes in comes out, the left one first, and of two equal values, which
 # zeros of both signs are, the right one.
 _FLOAT = """\
-INLINE T quiet(T a) { return VALUE(BITS(a) | QUIET); }
-INLINE T kept(T a, T b, T result) {
+INLINE R quiet(R a) { return VALUE(BITS(a) | QUIET); }
+INLINE R kept(R a, R b, R result) {
     if (result == result) return result;
     return a != a ? quiet(a) : b != b ? quiet(b) : VALUE(MADE);
 }
-INLINE T largest(T a, T b) { return a != a || a > b ? a : b; }
-INLINE T smallest(T a, T b) { return a != a || a < b ? a : b; }
+INLINE R largest(R a, R b) { return a != a || a > b ? a : b; }
+INLINE R smallest(R a, R b) { return a != a || a < b ? a : b; }
+INLINE R divided(R a, R by) { return a != a ? quiet(a) : a / by; }
+"""
+
+# As in products.py: no step is fused, every NaN comes out as the quiet one.
+_COMPLEX = """\
+typedef struct { R real, imaginary; } T;
+typedef T A;
+INLINE T product(T a, T b) {
+    T it;
+    it.real = a.real * b.real - a.imaginary * b.imaginary;
+    it.imaginary = a.real * b.imaginary + a.imaginary * b.real;
+    return it;
+}
+INLINE T settled(T a) {
+    if (a.real != a.real) a.real = VALUE(UNORDERED);
+    if (a.imaginary != a.imaginary) a.imaginary = VALUE(UNORDERED);
+    return a;
+}
 """
 
 # Halves by their bits, to the nearest, ties to even; every NaN comes out as the quiet one.
@@ -100,10 +121,28 @@ INLINE u2 unordered(i4 key) {
 }
 """
 
+# Floats of 8 bits: WIDE has their values, as bits. What floats from STARTS[k] on, as bits, up
+# to the next one are rounded to is CODES[k].
+_BYTE = """\
+INLINE f4 widen(u1 code) { return value4(WIDE[code]); }
+INLINE u1 narrow(f4 value) {
+    u4 bits = bits4(value);
+    int low = 0, high = (int)sizeof(CODES);
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (STARTS[middle] <= bits) low = middle;
+        else high = middle;
+    }
+    return CODES[low];
+}
+"""
+
 _FOLD = """\
 struct ALIGNED pack {{ T v[16 / sizeof(T)]; }};
 KERNEL fold(T *target, {parameters}, u8 count) {{
-    u8 i, packs = ({addresses}) % 16 ? 0 : count * sizeof(T) / 16;
+    u8 i, packs;
+    count /= UNITS;
+    packs = ({addresses}) % 16 ? 0 : count * sizeof(T) / 16;
     for (i = FIRST; i < packs; i += STRIDE) {{
         A total[16 / sizeof(T)];
         struct pack at = ((const struct pack *)a0)[i];
@@ -162,6 +201,7 @@ _FLOATS = {
     "PROD": "kept(a, b, (a) * (b))",
     "MAX": "largest(a, b)",
     "MIN": "smallest(a, b)",
+    **_LOGIC,
 }
 
 
@@ -171,7 +211,7 @@ def supported(operator: str, dtype: DType) -> bool:
 
 
 def unit(dtype: DType) -> int:
-    """Return the bytes of what a kernel counts; a complex number is two of them."""
+    """Return the bytes of what a kernel is told the count of; a complex number is two."""
     return dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
 
 
@@ -181,11 +221,21 @@ def _half(dtype: DType) -> str:
     return "bfloat16" if dtype == ml_dtypes.bfloat16 else ""
 
 
+def _byte(dtype: DType) -> bool:
+    """Whether ``dtype`` is a float of 8 bits."""
+    return dtype.itemsize == 1 and dtype.name.startswith("float8_")
+
+
 def _definitions(operator: str, dtype: DType, mean_of: int) -> list[str]:
     """Return the types and operations of a fold; nothing where there is none."""
     half = _half(dtype)
+    # NumPy calls some extension types floats; the host takes logic of those only.
+    if (half or _byte(dtype)) and operator in _LOGIC and dtype.kind != "f":
+        return []
     if half:
         return _of_halves(operator, half, mean_of)
+    if _byte(dtype):
+        return _of_bytes(operator, dtype, mean_of)
     if dtype.kind in "iub":
         known = _LOGIC if dtype.kind == "b" else _INTEGERS
         name = "u1" if dtype.kind == "b" else f"{dtype.kind}{dtype.itemsize}"
@@ -197,38 +247,57 @@ def _definitions(operator: str, dtype: DType, mean_of: int) -> list[str]:
             f"typedef {name} T; typedef {name} A;",
             f"#define STEP(a, b) ((T)({known[operator]}))",
             f"#define QUOTIENT(a) ((T)(({wide})(a) / ({wide})size))",
-            "#define IN(a) (a)\n#define OUT(a) (a)",
+            *_PLAIN,
         ]
-    real = {"f4": 4, "f8": 8, "c8": 4, "c16": 8}.get(f"{dtype.kind}{dtype.itemsize}", 0)
-    if not real or dtype.char in "gG" or operator not in _FLOATS:
+    real = {np.float32: 4, np.float64: 8, np.complex64: 4, np.complex128: 8}.get(dtype.type, 0)
+    if not real:
         return []
-    if dtype.kind == "c" and operator != "SUM":
+    if dtype.kind == "c" and operator == "PROD":
+        return [
+            *_real(real),
+            _COMPLEX,
+            "#define STEP(a, b) product(a, b)",
+            "#define IN(a) (a)\n#define OUT(a) settled(a)\n#define UNITS 2",
+        ]
+    if operator not in (("SUM",) if dtype.kind == "c" else _FLOATS):
         return []
-    quiet, made = {
-        4: ("0x400000u", "0xffc00000u"),
-        8: ("0x8000000000000ull", "0xfff8000000000000ull"),
-    }[real]
     return [
-        f"typedef f{real} T; typedef f{real} A;",
-        f"#define VALUE value{real}\n#define BITS bits{real}",
-        f"#define QUIET {quiet}\n#define MADE {made}",
+        *_real(real),
+        "typedef R T; typedef R A;",
+        f"#define STEP(a, b) ((T)({_FLOATS[operator]}))",
+        "#define QUOTIENT(a) divided(a, (T)size)",
+        *_PLAIN,
+    ]
+
+
+#: Operands are folded as they are.
+_PLAIN = ["#define IN(a) (a)\n#define OUT(a) (a)\n#define UNITS 1"]
+
+
+def _real(size: int) -> list[str]:
+    """Return the type R, of ``size`` bytes, and what is done with it."""
+    quiet, made, unordered = {
+        4: ("0x400000u", "0xffc00000u", "0x7fc00000u"),
+        8: ("0x8000000000000ull", "0xfff8000000000000ull", "0x7ff8000000000000ull"),
+    }[size]
+    return [
+        f"typedef f{size} R;",
+        f"#define VALUE value{size}\n#define BITS bits{size}",
+        f"#define QUIET {quiet}\n#define MADE {made}\n#define UNORDERED {unordered}",
         _FLOAT,
-        f"#define STEP(a, b) ({_FLOATS[operator]})",
-        "#define QUOTIENT(a) ((a) != (a) ? quiet(a) : (a) / (T)size)",
-        "#define IN(a) (a)\n#define OUT(a) (a)",
     ]
 
 
 def _of_halves(operator: str, half: str, mean_of: int) -> list[str]:
-    if operator in ("SUM", "PROD"):
-        sign = "+" if operator == "SUM" else "*"
+    steps = {"SUM": "(a) + (b)", "PROD": "(a) * (b)", **_LOGIC}
+    if operator in steps:
         mean = f" / {mean_of}.0f" if mean_of else ""
         return [
             _HALF[half],
             "typedef u2 T; typedef f4 A;",
-            f"#define STEP(a, b) ((a) {sign} (b))",
+            f"#define STEP(a, b) ((A)({steps[operator]}))",
             "#define QUOTIENT(a) narrow(widen(a) / (f4)size)",
-            f"#define IN(a) widen(a)\n#define OUT(a) narrow((a){mean})",
+            f"#define IN(a) widen(a)\n#define OUT(a) narrow((a){mean})\n#define UNITS 1",
         ]
     if operator in ("MAX", "MIN"):
         return [
@@ -238,9 +307,58 @@ def _of_halves(operator: str, half: str, mean_of: int) -> list[str]:
             "typedef u2 T; typedef i4 A;",
             f"#define STEP(a, b) ({_INTEGERS[operator]})",
             "#define QUOTIENT(a) narrow(widen(a) / (f4)size)",
-            "#define IN(a) ordered(a)\n#define OUT(a) unordered(a)",
+            "#define IN(a) ordered(a)\n#define OUT(a) unordered(a)\n#define UNITS 1",
         ]
     return []
+
+
+def _of_bytes(operator: str, dtype: DType, mean_of: int) -> list[str]:
+    if operator in ("MAX", "MIN"):
+        # The bits of an operand, also where they are one of several NaNs.
+        sign = ">" if operator == "MAX" else "<"
+        first = f"widen(a) != widen(a) || widen(a) {sign} widen(b)"
+        return [
+            _tables(dtype),
+            "typedef u1 T; typedef u1 A;",
+            f"#define STEP(a, b) ({first} ? (a) : (b))",
+            *_PLAIN,
+        ]
+    if operator in _FLOATS:
+        mean = f"divided(a, {mean_of}.0f)" if mean_of else "a"
+        return [
+            _tables(dtype),
+            *_real(4),
+            "typedef u1 T; typedef R A;",
+            f"#define STEP(a, b) ((A)({_FLOATS[operator]}))",
+            "#define QUOTIENT(a) narrow(divided(widen(a), (R)size))",
+            f"#define IN(a) widen(a)\n#define OUT(a) narrow({mean})\n#define UNITS 1",
+        ]
+    return []
+
+
+@cache
+def _tables(dtype: DType) -> str:
+    """Return the conversions of a float of 8 bits, as ml_dtypes has them."""
+    wide = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32).view(np.uint32)
+    # Values, and what lies midway between two, have zeros in the lower half of a float32. So
+    # what it is rounded to changes at or just behind a number that has, and nowhere else.
+    short = np.arange(1 << 16, dtype=np.uint32) << 16
+    bits = np.stack([short, short + 1], axis=1).reshape(-1)
+    with np.errstate(all="ignore"):
+        codes = bits.view(np.float32).astype(dtype).view(np.uint8)
+    first = np.flatnonzero(np.diff(codes, prepend=~codes[:1]))
+    return "\n".join(
+        [
+            f"TABLE u4 WIDE[] = {{{_listed(wide)}}};",
+            f"TABLE u4 STARTS[] = {{{_listed(bits[first])}}};",
+            f"TABLE u1 CODES[] = {{{_listed(codes[first])}}};",
+            _BYTE,
+        ]
+    )
+
+
+def _listed(numbers: Any) -> str:
+    return ",".join(f"{number:#x}" for number in numbers.tolist())
 
 
 @cache

@@ -201,17 +201,24 @@ class Direct(DeviceExecution):
 class Staged(DeviceExecution):
     """Sends from and receives into pinned memory, one segment per message.
 
-    All copies down of a step are queued at its beginning, and each is sent as soon as it is
-    over; each segment is copied up as soon as it has come. So copies, transfers and folds
-    of different messages overlap.
+    All copies down of a step are queued at its beginning at the latest, and each is sent as
+    soon as it is over; each segment is copied up as soon as it has come. Copies down for the
+    next step follow at once, as far as they do not wait for what this one receives: so
+    copies, transfers and folds of different messages overlap.
     """
 
-    __slots__ = ("_any", "_departing", "_landing", "_open")
+    __slots__ = ("_ahead", "_any", "_departing", "_landing", "_open")
 
+    _ahead: list[tuple[Segment, Event]]
     _any: MPI.Status
     _departing: list[tuple[Segment, Event]]
     _landing: list[Segment | None]
     _open: list[int]
+
+    def begin(self, record: Record) -> None:
+        """Stand before the first step of a run."""
+        super().begin(record)
+        self._departing, self._ahead = [], []
 
     def _step(self, wait: bool) -> bool:
         if self._begun != self._number:
@@ -239,13 +246,14 @@ class Staged(DeviceExecution):
         self._statuses = [MPI.Status() for _ in (*recvs, *sends)]
         self._any = MPI.Status()
         self._open = list(range(len(recvs)))
-        self._departing = []
         try:
             # From here on an interrupt is a failure, before it the step is not begun.
             self._begun = number
+            self._departing, self._ahead = self._ahead, []
             self._receive()
             if self.failed is None:
                 self._queue(sends, local)
+                self._look_ahead(recvs)
             if self._traced:
                 self._worked = time.perf_counter()
         except BaseException as error:
@@ -264,14 +272,32 @@ class Staged(DeviceExecution):
         post(self._requests, wanted)
 
     def _queue(self, sends: Sequence[Message], local: Sequence[Work]) -> None:
-        lane = self._lane
-        lane.step()
-        for _, buffer, start, stop in sends:
-            segment = lane.pool.take(stop - start)
-            source = cast(Region, self._memory[buffer][start:stop])
-            self._departing.append((segment, lane.down(segment, source)))
+        self._lane.step()
+        for message in sends[len(self._departing) :]:
+            self._departing.append(self._down(self._region(message)))
         if local:
             self._work(local)
+
+    def _look_ahead(self, recvs: Sequence[Message]) -> None:
+        """Queue copies down for the next step, up to the first of what this one receives."""
+        if self._number + 1 == len(self._stages):
+            return
+        coming = [self._region(message) for message in recvs]
+        for message in self._stages[self._number + 1].sends:
+            source = self._region(message)
+            low, high = source.address, source.address + source.size
+            if any(low < one.address + one.size and one.address < high for one in coming):
+                return
+            self._ahead.append(self._down(source))
+
+    def _region(self, message: Message) -> Region:
+        """Return where a message is on the device."""
+        return cast(Region, self._memory[message.buffer][message.start : message.stop])
+
+    def _down(self, source: Region) -> tuple[Segment, Event]:
+        """Queue a copy down."""
+        segment = self._lane.pool.take(source.size)
+        return segment, self._lane.down(segment, source)
 
     def _depart(self, wait: bool) -> bool:
         """Send what has been copied down; return whether all is sent."""

@@ -20,6 +20,7 @@ from mpicoll.runtime.buffers import Memory, Piece
 from mpicoll.runtime.datatypes import DType, Item, describe
 from mpicoll.runtime.executor import Bytes
 from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.products import ProductReducer
 
 
 class AverageOp:
@@ -37,8 +38,7 @@ AVG = AverageOp()
 #: Items per piece of a wide fold, whose accumulator then stays in cache.
 WIDE_PIECE = 1 << 14
 
-# Complex products are the MPI's: NumPy fuses multiply and add or not by how operands are
-# aligned, so two ranks could get different bits.
+# Complex products have loops of their own, products.py; long double ones are the MPI's.
 _UFUNCS = {
     "SUM": (MPI.SUM, np.add, "iufcV"),
     "PROD": (MPI.PROD, np.multiply, "iufV"),
@@ -148,7 +148,8 @@ class _NumpyReducer:
         self.mean_of = average if wide else 0
         self.finish: Callable[[Bytes, int], None] | None = self._divide if average else None
         # A long double of x86 has 10 bytes of 16; the rest would differ between ranks.
-        self._padded = dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63
+        long = dtype.type in (np.longdouble, np.clongdouble)  # others have their letters, too
+        self._padded = long and np.finfo(np.longdouble).nmant == 63
         self.loop: tuple[str, DType] | None = (name, dtype)
         self._ufunc = ufunc
         self._dtype = dtype
@@ -447,6 +448,9 @@ def _bound(op_handle: int, type_handle: int | None, dtype: DType | None, average
     else:
         item = describe(MPI.Datatype.fromhandle(type_handle))
         _ask(op, item)
+        if name == "PROD" and dtype in (np.complex64, np.complex128):
+            local = _Local(op, MPI.Datatype.fromhandle(type_handle), item.nbytes, swaps=True)
+            return ProductReducer(dtype, local.fold)
         if ufunc is None or dtype is None or dtype.kind not in kinds:
             return _NativeReducer(op, item)
     half = kernels.half(dtype) if name in kernels.OPERATORS else None

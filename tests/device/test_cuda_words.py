@@ -70,6 +70,13 @@ FOLDS: list[tuple[Any, Any]] = [
     (MPI.SUM, np.complex64),
     (mpicoll.AVG, np.complex128),
     (mpicoll.AVG, np.int8),
+    (MPI.PROD, np.complex64),
+    (MPI.PROD, np.complex128),
+    (MPI.SUM, ml_dtypes.float8_e4m3fn),
+    (MPI.PROD, ml_dtypes.float8_e3m4),
+    (MPI.MIN, ml_dtypes.float8_e4m3fnuz),
+    (mpicoll.AVG, ml_dtypes.float8_e5m2),
+    (MPI.LOR, ml_dtypes.float8_e5m2),
 ]
 
 

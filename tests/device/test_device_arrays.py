@@ -11,7 +11,7 @@ import deferred
 import ml_dtypes
 import numpy as np
 import pytest
-from deferred import BACKEND, Array, array, empty, host
+from deferred import BACKEND, POLICIES, Array, array, empty, host
 from harness import Ranks
 from lender import BFLOAT16, CUDA, READ_ONLY, Lender
 from mpi4py import MPI
@@ -80,7 +80,70 @@ def test_folds_stay_on_the_device(pointers: bool, world: Comm) -> None:
     assert BACKEND.folds == (world.size > 1)  # one kernel for the operands of all ranks
 
 
-@pytest.mark.parametrize("op", ["MINLOC", "user", "complex product", "compress"])
+FLOAT8, OTHER_FLOAT8 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        (MPI.PROD, np.complex64),
+        (MPI.PROD, np.complex128),
+        (MPI.SUM, FLOAT8),
+        (mpicoll.AVG, FLOAT8),
+        (MPI.MAX, OTHER_FLOAT8),
+        (MPI.LXOR, OTHER_FLOAT8),  # MPIs refuse logic of the floats that they know
+    ],
+)
+def test_the_rare_ones_fold_there_too(op: Any, dtype: Any, world: Comm) -> None:
+    rng = np.random.default_rng([6, world.rank])
+    x = rng.integers(-2, 3, 4000).astype(dtype)
+    if np.dtype(dtype).kind == "c":
+        x += (1j * rng.uniform(-1, 1, 4000)).astype(dtype)
+    expected, result = np.empty_like(x), empty(x.shape, x.dtype)
+    for pointers in (True, False):
+        BACKEND.use("late", pointers)
+        for algorithm in ("ring", "direct"):
+            world.Allreduce(x, expected, op, algorithm=algorithm)
+            before = BACKEND.folds
+            world.Allreduce(array(x), result, op, algorithm=algorithm)
+            assert host(result).tobytes() == expected.tobytes()
+            assert (BACKEND.folds > before) == (world.size > 1)
+
+
+@pytest.mark.parametrize("algorithm", ["pairwise", "ring", "chain"])
+def test_copies_down_run_ahead_of_their_step(
+    algorithm: str, world: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While messages travel, what is sent next is copied, unless it is on its way here."""
+    size, rank, early = world.size, world.rank, []
+    queue = device_run.Staged._look_ahead
+
+    def look_ahead(self: device_run.Staged, recvs: Any) -> None:
+        queue(self, recvs)
+        early.append(len(self._ahead))
+
+    monkeypatch.setattr(device_run.Staged, "_look_ahead", look_ahead)
+    n = 512 * size
+    for policy in POLICIES:
+        BACKEND.use(policy, False)
+        x, out = array(np.arange(n) + 1.0 * rank), empty((n,), np.float64)
+        if algorithm == "pairwise":
+            world.Alltoall(x, out, algorithm=algorithm)
+            mine = np.arange(n)[512 * rank :][:512]
+            expected = np.concatenate([mine + peer for peer in range(size)])
+        elif algorithm == "ring":
+            world.Allreduce(x, out, algorithm=algorithm, segment=1024)
+            expected = size * np.arange(n) + size * (size - 1) / 2
+        else:
+            out = x
+            world.Bcast(out, algorithm=algorithm, segment=0)
+            expected = np.arange(n) + 0.0
+        np.testing.assert_array_equal(host(out), expected)
+    if size > 2:  # else there is one step, or each waits for the one before
+        assert any(early) == (algorithm != "chain")
+
+
+@pytest.mark.parametrize("op", ["MINLOC", "user", "long double", "compress"])
 def test_what_has_no_kernel_goes_through_the_host(op: str, world: Comm) -> None:
     BACKEND.use("late", True)
     options: dict[str, Any] = {}
@@ -92,9 +155,8 @@ def test_what_has_no_kernel_goes_through_the_host(op: str, world: Comm) -> None:
             commute=True,
         )
     expected: Any = sum(np.full(4000, 2.0 + peer) for peer in range(world.size))
-    if op == "complex product":
-        operator, x = MPI.PROD, np.full(4000, 1j)
-        expected = np.full(4000, 1j**world.size)
+    if op == "long double":
+        x, expected = x.astype(np.longdouble), expected.astype(np.longdouble)
     if op == "compress":
         x, options = x.astype(np.float32), {"compress": "bf16"}
     spec: Any = array(x)

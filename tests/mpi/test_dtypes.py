@@ -256,6 +256,18 @@ def test_extension_types() -> None:
         assert caught.value.Get_error_class() == MPI.ERR_OP
 
 
+@pytest.mark.parametrize("name", [one for one in dir(ml_dtypes) if one.startswith("float8_")])
+def test_floats_of_8_bits(name: str) -> None:
+    dtype = getattr(ml_dtypes, name)
+    for op, expected in ((MPI.SUM, 4), (MPI.PROD, 4), (MPI.MAX, 2), (MPI.MIN, 1), (AVG, 1)):
+        reduction = reducer(op, item_of(dtype), 3)
+        operands = [dense([one] * 37, dtype) for one in (1, 2, 1 if op == MPI.SUM else 2)]
+        if op == AVG:
+            operands = [operands[0]] * 3
+        result = folded(reduction, operands)
+        assert (result.view(dtype).astype(float) == expected).all(), op
+
+
 # -- user operators -----------------------------------------------------------------------
 
 

@@ -23,14 +23,18 @@ HALVES = [np.dtype(np.float16), BFLOAT16]
 INTEGERS = [np.dtype(code) for code in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")]
 FLOATS = [np.dtype(np.float32), np.dtype(np.float64)]
 COMPLEX = [np.dtype(np.complex64), np.dtype(np.complex128)]
-
+BYTES = [
+    np.dtype(getattr(ml_dtypes, name)) for name in dir(ml_dtypes) if name.startswith("float8_")
+]
 ARITHMETIC, LOGIC = ("SUM", "PROD", "MAX", "MIN"), ("LAND", "LOR", "LXOR")
 #: What the tables of the docs say.
 FOLDED = {
     *itertools.product((*ARITHMETIC, *LOGIC, "BAND", "BOR", "BXOR"), INTEGERS),
-    *itertools.product(ARITHMETIC, FLOATS + HALVES),
-    *itertools.product(("SUM",), COMPLEX),
-    *itertools.product(LOGIC, [np.dtype(np.bool_)]),
+    *itertools.product(ARITHMETIC, FLOATS + HALVES + BYTES),
+    *itertools.product(("SUM", "PROD"), COMPLEX),
+    # Of the extension types, the host takes logic of what NumPy calls a float.
+    *itertools.product(LOGIC, [np.dtype(code) for code in "?efd"]),
+    *itertools.product(LOGIC, [np.dtype(ml_dtypes.float8_e5m2)]),
 }
 
 LOOPS: dict[str, Callable[[Any, Any], Any]] = {
@@ -99,14 +103,20 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_each_operator_of_each_type_is_there() -> None:
-    types = [*INTEGERS, *FLOATS, *HALVES, *COMPLEX, np.dtype(np.bool_)]
+    types = [*INTEGERS, *FLOATS, *HALVES, *COMPLEX, *BYTES, np.dtype(np.bool_)]
     found = {pair for pair in itertools.product(LOOPS, types) if device.supported(*pair)}
     assert found == FOLDED
 
 
 def cases() -> list[Any]:
-    wide = [pair for pair in FOLDED if pair[1] not in HALVES]
-    return [pytest.param(*pair, id=f"{pair[0]} {pair[1]}") for pair in sorted(wide, key=str)]
+    own = {
+        *itertools.product(ARITHMETIC, HALVES + BYTES),
+        *itertools.product(("PROD",), COMPLEX),
+        *itertools.product(LOGIC, BYTES),
+    }
+    return [
+        pytest.param(*pair, id=f"{pair[0]} {pair[1]}") for pair in sorted(FOLDED - own, key=str)
+    ]
 
 
 @pytest.mark.parametrize(("name", "dtype"), cases())
@@ -125,6 +135,100 @@ def test_fold_has_the_bits_of_numpy(name: str, dtype: Any, build: Callable[[str]
             assert same(target, expected)
             run_fold(library, dtype, operands[1], operands)
             assert same(operands[1], expected)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_complex_product_has_the_bits_of_its_parts(
+    dtype: Any, count: int, build: Callable[[str], Any]
+) -> None:
+    """Any with any of the numbers whose parts are special ones, and any bits."""
+    real = np.dtype(dtype.char.lower())
+    info = np.finfo(real)
+    few = [0, np.inf, np.nan, 1, 1 / 3, 0.7, info.max, info.tiny, info.smallest_subnormal]
+    parts = np.array([*few, *np.negative(few)], real)
+    numbers = np.stack([np.repeat(parts, parts.size), np.tile(parts, parts.size)], axis=1)
+    left, right = np.repeat(numbers, len(numbers), axis=0), np.tile(numbers, (len(numbers), 1))
+    rng = np.random.default_rng(7)
+    operands = [
+        np.concatenate([one, rng.integers(0, 256, one.nbytes, np.uint8).view(real).reshape(-1, 2)])
+        for one in (left, right, rng.permutation(right))
+    ][:count]
+    expected = operands[0]
+    with np.errstate(all="ignore"):
+        for operand in operands[1:]:
+            (a, b), (c, d) = expected.T, operand.T
+            expected = np.stack([a * c - b * d, a * d + b * c], axis=1)
+    expected[np.isnan(expected)] = np.nan
+    library = build(device.fold_source("PROD", dtype, count))
+    target = np.zeros_like(expected)
+    for low, high in ((0, len(target)), (1, len(target)), (0, 1)):  # packs, none, too few
+        run_fold(library, dtype, target[low:high], [one[low:high] for one in operands])
+        assert same(target[low:high], expected[low:high])
+        target[:] = 0
+    run_fold(library, dtype, operands[1], operands)
+    assert same(operands[1], expected)
+
+
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+@pytest.mark.parametrize("name", [*ARITHMETIC, *LOGIC])
+def test_fold_of_bytes_has_the_bits_of_ml_dtypes(
+    name: str, dtype: Any, build: Callable[[str], Any]
+) -> None:
+    if (name, dtype) not in FOLDED:
+        assert not device.supported(name, dtype)
+        return
+    every = np.arange(256, dtype=np.uint8)
+    pairs = [np.repeat(every, 256), np.tile(every, 256)]
+    rng = np.random.default_rng(8)
+    for count, mean_of in ((2, 0), (5, 0), (3, 3)):
+        if mean_of and name != "SUM":
+            continue
+        operands = [*pairs, *(rng.permutation(pairs[0]) for _ in range(count - 2))]
+        given = [one.view(dtype) for one in operands]
+        if name in ("SUM", "PROD"):
+            given = [one.astype(np.float32) for one in given]
+        expected = given[0]
+        with np.errstate(all="ignore"):
+            for operand in given[1:]:
+                expected = LOOPS[name](expected, operand).astype(operand.dtype)
+            if mean_of:
+                expected /= np.float32(mean_of)
+            expected = expected.astype(dtype)
+        library = build(device.fold_source(name, dtype, count, mean_of))
+        for low in (0, 1):  # by packs, one by one
+            target = np.empty_like(operands[0])
+            run_fold(library, dtype, target[low:], [one[low:] for one in operands])
+            number = on_x86() | ~np.isnan(expected[low:])  # the sign of NaN is x86's
+            assert same(target[low:][number], expected[low:][number])
+
+
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+def test_bytes_are_rounded_as_by_ml_dtypes(dtype: Any, build: Callable[[str], Any]) -> None:
+    """At all values, all that lie midway between two, next to both, and wherever chance has it."""
+    library = build(
+        device.fold_source("SUM", dtype, 2)
+        + "\nvoid rounded(u1 *target, const f4 *source, u8 count) {"
+        + "\n    for (u8 i = 0; i < count; i++) target[i] = narrow(source[i]);\n}\n"
+    )
+    known = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    known = np.unique(known[np.isfinite(known)])
+    places = np.concatenate([known, (known[1:] + known[:-1]) / 2, [1e-45, np.inf]])
+    with np.errstate(all="ignore"):
+        bits = np.concatenate([places, -places]).astype(np.float32).view(np.uint32)
+    bits = np.concatenate(
+        [
+            *(bits + np.uint32(step) for step in (0, 1, 2, (1 << 32) - 1)),
+            np.arange(1 << 16, dtype=np.uint32) << 16,
+            np.random.default_rng(9).integers(0, 1 << 32, 1 << 20, np.uint32),
+        ]
+    )
+    with np.errstate(all="ignore"):
+        expected = bits.view(np.float32).astype(dtype).view(np.uint8)
+    target = np.empty_like(expected)
+    at = [ctypes.c_void_p(one.ctypes.data) for one in (target, bits)]
+    library.rounded(*at, ctypes.c_ulonglong(target.size))
+    assert same(target, expected)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -161,7 +265,26 @@ def test_mean_of_halves_is_divided_before_it_is_rounded(
     assert np.isnan(target[~number]).all()
 
 
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, *HALVES, *COMPLEX], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_logic_of_halves(dtype: Any, build: Callable[[str], Any]) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    operands = [every, np.random.default_rng(5).permutation(every)]
+    zeros = np.array([0.0, -0.0, np.nan, 1.0]).astype(dtype)
+    operands = [
+        np.concatenate(both)
+        for both in zip(operands, (np.repeat(zeros, 4), np.tile(zeros, 4)), strict=True)
+    ]
+    for name in LOGIC:
+        if (name, dtype) not in FOLDED:
+            assert not device.supported(name, dtype)
+            continue
+        expected = LOOPS[name](*operands).astype(dtype)
+        target = np.empty_like(expected)
+        run_fold(build(device.fold_source(name, dtype, 2)), dtype, target, operands)
+        assert same(target, expected)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, *HALVES, *BYTES, *COMPLEX], ids=str)
 def test_division(dtype: Any, build: Callable[[str], Any]) -> None:
     given = values(dtype, 97, np.random.default_rng(4))
     library = build(device.divide_source(dtype))
@@ -178,6 +301,8 @@ def test_division(dtype: Any, build: Callable[[str], Any]) -> None:
             elif dtype.kind == "c":
                 parts = given.view(dtype.char.lower())
                 expected = (parts / parts.dtype.type(size)).view(dtype)
+            elif dtype.itemsize == 1:
+                expected = (given.astype(np.float32) / np.float32(size)).astype(dtype)
             elif dtype.itemsize == 2:
                 expected = (given.astype(np.float32) / np.float32(size)).astype(dtype)
                 number = ~np.isnan(expected)
@@ -218,13 +343,17 @@ def test_gather_and_scatter_leave_gaps_alone(build: Callable[[str], Any]) -> Non
 
 def test_what_has_no_kernel() -> None:
     for name, dtype in (
-        ("PROD", np.dtype(np.complex64)),
+        ("MAX", np.dtype(np.complex64)),
+        ("LAND", np.dtype(np.complex64)),
         ("SUM", np.dtype(np.longdouble)),
-        ("LAND", np.dtype(np.float32)),
+        ("PROD", np.dtype(np.clongdouble)),
+        ("LAND", np.dtype(np.longdouble)),
         ("BAND", np.dtype(np.float64)),
-        ("LAND", np.dtype(np.float16)),
+        ("LAND", BFLOAT16),
         ("SUM", np.dtype(np.bool_)),
-        ("SUM", np.dtype(ml_dtypes.float8_e4m3fn)),
+        ("LAND", np.dtype(ml_dtypes.float8_e4m3fn)),
+        ("SUM", np.dtype(ml_dtypes.float6_e2m3fn)),
+        ("SUM", np.dtype(ml_dtypes.int4)),
         ("MINLOC", np.dtype(np.int32)),
     ):
         assert not device.supported(name, dtype), (name, dtype)
