@@ -48,10 +48,10 @@ PROBES = (
 
 TRUST = 1.0  #: weight of what is known beforehand: a message is half a step, and so on
 
-#: Sizes at which every algorithm is timed, and the segment of those that cut what is large.
-SIZES = (8, 16 * KIB, 4096 * KIB)
-SEGMENT = 1024 * KIB
-EACH = 0.03  #: seconds for one algorithm and size, in the mean
+#: Sizes at which every algorithm is timed, and segments of those that cut what is large.
+SIZES = (8, 4 * KIB, 64 * KIB, 512 * KIB, 4096 * KIB)
+CUTS = (256 * KIB, 1024 * KIB)
+EACH = 0.06  #: seconds for one algorithm and size, in the mean
 #: How far times are believed, the rest being left to the rates: a size stands for all between
 #: it and the next, and some calls were disturbed.
 BELIEF = 0.8
@@ -68,7 +68,7 @@ class Sample(NamedTuple):
     nbytes: int
     seconds: float
     fault: str = ""
-    cut: bool = False
+    segment: int = 0
 
     @property
     def label(self) -> str:
@@ -109,13 +109,12 @@ def time_all(comm: Comm, shown: Callable[[str], None] = lambda name: None) -> li
 
 def correct(samples: Sequence[Sample], size: int, rates: Rates) -> Corrections:
     """Return what samples took over what ``rates`` predict, drawn towards 1."""
-    curves: dict[tuple[str, str, bool], list[tuple[int, float]]] = {}
+    curves: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
     for one in samples:
         algorithm = find(one.collective, one.algorithm)
-        segment = SEGMENT if one.cut else 0
-        factor = one.seconds / seconds(algorithm, size, one.nbytes, segment, rates)
+        factor = one.seconds / seconds(algorithm, size, one.nbytes, one.segment, rates)
         factor = min(FARTHEST, max(1 / FARTHEST, factor))
-        curve = curves.setdefault((one.collective, one.algorithm, one.cut), [])
+        curve = curves.setdefault((one.collective, one.algorithm, one.segment), [])
         curve.append((one.nbytes, float(factor**BELIEF)))
     return Corrections({key: tuple(curve) for key, curve in curves.items()})
 
@@ -127,11 +126,11 @@ def _timed(comm: Comm, known: Sequence[Algorithm], nbytes: int) -> list[Sample]:
     case = Case(comm, shape)
     block = shape.nbytes // comm.size
     whole = block if collective in ("allreduce", "reduce_scatter") else shape.nbytes
-    running = [(one, False) for one in known]
-    running += [(one, True) for one in known if one.segmented and whole > SEGMENT]
+    running = [(one, 0) for one in known]
+    running += [(one, cut) for cut in CUTS for one in known if one.segmented and whole > cut]
     contenders = []
     for one, cut in running:
-        keywords = {"segment": SEGMENT if cut else 0} if one.segmented else {}
+        keywords = {"segment": cut} if one.segmented else {}
         call = case.bound(comm, algorithm=one.name, **keywords)
         contenders.append(timing.Contender(f"{one.name} {cut}", call, case.poison, case.wrong))
     found = timing.race(native(comm), contenders, EACH * len(running), 100)

@@ -73,8 +73,8 @@ class Operation:
         self._left = [one for one in active(link) if _before(one.record, record)] if ACTIVE else []
         self._told = False
 
-    def advance(self) -> bool:
-        """Go as far as it goes without waiting; return whether it is done."""
+    def advance(self, begin: bool = False) -> bool:
+        """Go as far as it goes without waiting, or only ``begin``; return whether it is done."""
         if self.done:
             return True
         if self._left and not self._come():
@@ -87,7 +87,7 @@ class Operation:
             if not taken[0]:
                 return False
             while not self.done:
-                if self._execution is not None and not self._execution.advance():
+                if self._execution is not None and (begin or not self._execution.advance()):
                     return False
                 self._next()
         finally:
@@ -222,8 +222,8 @@ def launch(operation: Operation) -> None:
     try:
         try:
             # First by this thread alone: what is wrong with the arguments is known before it
-            # returns.
-            operation.advance()
+            # returns. In advancing, MPI may copy for long; the progress thread does that.
+            operation.advance(begin=operation.link.threaded)
         finally:
             if not operation.done:
                 ACTIVE.append(operation)
@@ -301,16 +301,18 @@ class _Thread:
             self._work.wait()
             self._work.clear()
             nap = THREAD_NAP_SECONDS
-            while own := self._own():
-                before = [one.record.step for one in own]
+            while self._own():
+                start = time.thread_time()
                 progress()
-                # While messages come it stays awake; else it sleeps longer and longer.
-                moved = before != [one.record.step for one in own]
-                nap = THREAD_NAP_SECONDS if moved else min(NAP_SECONDS, nap * 1.5)
+                # While MPI has something to copy it stays awake: in its calls only does data
+                # move. Else it sleeps longer and longer.
+                moved = time.thread_time() - start > MOVING_SECONDS
+                nap = 0 if moved else min(NAP_SECONDS, max(THREAD_NAP_SECONDS, nap * 1.5))
                 time.sleep(nap)
 
 
 THREAD_NAP_SECONDS = 0.00002
+MOVING_SECONDS = 0.00003  #: of the processor, which asking in vain takes less than
 _THREAD = _Thread()
 start_thread: Callable[[], None] = _THREAD.start
 stop_thread: Callable[[], None] = _THREAD.stop

@@ -66,7 +66,7 @@ def lookup(place: Place, file: Path | None = None) -> Rates:
     nearest = min(found, key=lambda row: abs(row["kind"].bit_length() - place.kind.bit_length()))
     rates = {name: nearest["rates"][name] for name in _FIELDS}
     curves = {
-        (one["collective"], one["algorithm"], one["cut"]): tuple(map(tuple, one["at"]))
+        (one["collective"], one["algorithm"], one["segment"]): tuple(map(tuple, one["at"]))
         for one in nearest["corrections"]
     }
     return Rates(**rates, load=place.load, corrections=Corrections(curves) if curves else None)
@@ -104,7 +104,7 @@ def listed(corrections: Corrections | None) -> list[dict[str, Any]]:
     """Return corrections as JSON has them."""
     curves = {} if corrections is None else corrections.curves
     return [
-        {"collective": collective, "algorithm": name, "cut": cut, "at": [*map(list, curve)]}
+        {"collective": collective, "algorithm": name, "segment": cut, "at": [*map(list, curve)]}
         for (collective, name, cut), curve in curves.items()
     ]
 
@@ -140,7 +140,8 @@ def _sound(correction: Any) -> bool:
     find(correction["collective"], correction["algorithm"])
     sizes, factors = zip(*correction["at"], strict=True)
     return (
-        type(correction["cut"]) is bool
+        type(correction["segment"]) is int
+        and correction["segment"] >= 0
         and all(type(size) is int and size >= 0 for size in sizes)
         and list(sizes) == sorted(set(sizes))
         and all(type(one) is float and 1 / FARTHEST <= one <= FARTHEST for one in factors)

@@ -35,18 +35,23 @@ Curve: TypeAlias = tuple[tuple[int, float], ...]
 class Corrections:
     """What algorithms took, divided by what the rates alone predict.
 
-    ``curves`` are by collective, algorithm, and whether blocks are cut into segments. Where
-    there is none for cut blocks, that for whole ones stands.
+    ``curves`` are by collective, algorithm, and the bytes of a segment, 0 where blocks are
+    whole. Another segment takes the curve of the nearest, in the logarithm.
     """
 
-    curves: Mapping[tuple[str, str, bool], Curve]
+    curves: Mapping[tuple[str, str, int], Curve]
 
-    def factor(self, collective: str, algorithm: str, cut: bool, nbytes: int) -> float:
+    def factor(self, collective: str, algorithm: str, segment: int, nbytes: int) -> float:
         """Return the factor of a call: between two sizes by their logarithms, 1 if unknown."""
-        curve = cut and self.curves.get((collective, algorithm, True))
-        curve = curve or self.curves.get((collective, algorithm, False), ())
-        if not curve:
+        known = [cut for one, name, cut in self.curves if (one, name) == (collective, algorithm)]
+        if segment:
+            known = [cut for cut in known if cut] or known
+        elif 0 not in known:
+            known = []
+        if not known:
             return 1.0
+        nearest = min(known, key=lambda cut: abs(log((cut + 1) / (segment + 1))))
+        curve = self.curves[collective, algorithm, nearest]
         at = bisect(curve, nbytes, key=lambda point: point[0])
         if at in (0, len(curve)):
             return curve[max(0, at - 1)][1]
@@ -126,7 +131,7 @@ def seconds(
     time = hypot(_time(deep, nbytes, rates), _time(wide, nbytes, rates) * load / size)
     if rates.corrections is None:
         return time
-    key = algorithm.collective, algorithm.name, segments > 1
+    key = algorithm.collective, algorithm.name, segment_bytes if segments > 1 else 0
     return time * rates.corrections.factor(*key, nbytes)
 
 

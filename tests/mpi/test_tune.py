@@ -337,7 +337,7 @@ def test_place() -> None:
 
 def test_every_algorithm_is_corrected_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SIZES", (8, 1 << 12, 1 << 18))
-    monkeypatch.setattr(calibrate, "SEGMENT", 1 << 12)
+    monkeypatch.setattr(calibrate, "CUTS", (1 << 12,))
     seen: list[str] = []
     samples = calibrate.time_all(Comm(WORLD), seen.append)
     assert not any(one.fault for one in samples)
@@ -354,7 +354,7 @@ def test_every_algorithm_is_corrected_alike_on_all_ranks(monkeypatch: pytest.Mon
         assert find(collective, name).segmented or not cut
         assert len(curve) == 1 if cut else len(curve) == 3
         assert curve[-1][0] > (1 << 18) - 8 * SIZE  # blocks of equal length
-    assert ("bcast", "chain", True) in curves
+    assert ("bcast", "chain", 1 << 12) in curves
 
 
 def _rivals(collective: str) -> list[str]:

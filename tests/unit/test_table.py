@@ -299,9 +299,9 @@ def test_rates_are_kept_by_host_mpi_and_ranks(tmp_path: Path) -> None:
 
 
 CURVES = {
-    ("bcast", "chain", False): ((8, 1.25), (4096, 0.5)),
-    ("bcast", "chain", True): ((4096, 0.75),),
-    ("alltoall", "linear", False): ((0, 1.0),),
+    ("bcast", "chain", 0): ((8, 1.25), (4096, 0.5)),
+    ("bcast", "chain", 4096): ((4096, 0.75),),
+    ("alltoall", "linear", 0): ((0, 1.0),),
 }
 
 
@@ -323,7 +323,9 @@ def test_corrections_are_kept_with_the_rates(tmp_path: Path) -> None:
     [
         {"algorithm": "none"},
         {"collective": "none"},
-        {"cut": 1},
+        {"segment": True},
+        {"segment": -1},
+        {"segment": 1.0},
         {"at": []},
         {"at": [[8, 1.0], [8, 2.0]]},
         {"at": [[-1, 1.0]]},
