@@ -22,7 +22,15 @@ from mpicoll.comm import Comm
 from mpicoll.schedule.contracts import COLLECTIVES
 from mpicoll.selection.calibration import FARTHEST
 from mpicoll.selection.choose import Wanted, served
-from mpicoll.selection.model import CROWDED, DEFAULT, KIB, Corrections, Rates, seconds
+from mpicoll.selection.model import (
+    CROWDED,
+    DEFAULT,
+    KIB,
+    Corrections,
+    Rates,
+    kind,
+    seconds,
+)
 
 Vector: TypeAlias = npt.NDArray[np.float64]
 
@@ -101,22 +109,32 @@ def time_all(comm: Comm, shown: Callable[[str], None] = lambda name: None) -> li
         known = [find(collective, name) for name in names(collective)]
         known = [one for one in known if served(one, Wanted(collective, comm.size))]
         if len(known) > 1:  # else there is nothing to choose
-            for nbytes in SIZES:
+            double = np.dtype(np.float64)
+            # Blocks of equal length may make several sizes one.
+            sizes = [even(collective, comm.size, nbytes, double).nbytes for nbytes in SIZES]
+            for nbytes in dict.fromkeys(sizes):
                 samples += _timed(comm, known, nbytes)
         shown(collective)
     return samples
 
 
 def correct(samples: Sequence[Sample], size: int, rates: Rates) -> Corrections:
-    """Return what samples took over what ``rates`` predict, drawn towards 1."""
-    curves: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
+    """Return what samples took over what ``rates`` predict, drawn towards 1.
+
+    What makes wrong data takes the longest that there is.
+    """
+    curves: dict[tuple[str, str], dict[int, list[tuple[int, float]]]] = {}
     for one in samples:
         algorithm = find(one.collective, one.algorithm)
         factor = one.seconds / seconds(algorithm, size, one.nbytes, one.segment, rates)
         factor = min(FARTHEST, max(1 / FARTHEST, factor))
-        curve = curves.setdefault((one.collective, one.algorithm, one.segment), [])
-        curve.append((one.nbytes, float(factor**BELIEF)))
-    return Corrections({key: tuple(curve) for key, curve in curves.items()})
+        factor = FARTHEST if one.fault else float(factor**BELIEF)
+        cuts = curves.setdefault((one.collective, one.algorithm), {})
+        cuts.setdefault(one.segment, []).append((one.nbytes, factor))
+    found = {
+        key: {cut: tuple(curve) for cut, curve in cuts.items()} for key, cuts in curves.items()
+    }
+    return Corrections(found, kind(size))
 
 
 def _timed(comm: Comm, known: Sequence[Algorithm], nbytes: int) -> list[Sample]:

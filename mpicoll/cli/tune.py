@@ -277,8 +277,7 @@ def _calibrate(screen: Console, comm: Comm, memory: Memory) -> tuple[Rates, dict
         tune_report.show_kept(screen, comm.size, faults)
         return rates, _told(where, rates, None, "", faults)
     rates, off = fit(probes, comm.size, where.load)
-    right = [one for one in samples[len(PROBES) :] if not one.fault]
-    rates = replace(rates, corrections=correct(right, comm.size, rates))
+    rates = replace(rates, corrections=correct(samples[len(PROBES) :], comm.size, rates))
     file = ""
     if comm.rank == 0:
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicoll.parallel.compression import Compression
-from mpicoll.parallel.library import Array, library, place, scale, squares
+from mpicoll.parallel.library import Array, library, place, scale
 
 if TYPE_CHECKING:  # laying out buckets needs no MPI
     from mpicoll.runtime.requests import Request
@@ -106,7 +106,3 @@ class Bucket:
     def scale(self, factor: float) -> None:
         """Multiply the gradients, 16-bit ones in float32."""
         scale(self.flat, factor)
-
-    def squares(self, start: int, stop: int) -> float:
-        """Return the sum of the squared magnitudes of some elements, in float64."""
-        return squares(self.flat[start:stop])

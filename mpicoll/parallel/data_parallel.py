@@ -20,7 +20,7 @@ from mpicoll.comm import Comm
 from mpicoll.parallel.agreement import agree, wrapped
 from mpicoll.parallel.buckets import Bucket, Slot, layout
 from mpicoll.parallel.compression import Compression
-from mpicoll.parallel.library import EXPECTED, Array, is_array, place
+from mpicoll.parallel.library import EXPECTED, Array, is_array, place, total_squares
 from mpicoll.parallel.owned import Owner
 from mpicoll.parallel.parameters import described, digested, hook_of, problem_of
 from mpicoll.runtime.operators import AVG, AverageOp
@@ -211,10 +211,11 @@ class DataParallel(Owner):
             raise ValueError(self._said(f"max_norm {max_norm!r}; expected a number above 0"))
         if any(slot.filled for slot in self._slots.values()):
             raise RuntimeError(self._said("clip within a step; call finish first"))
-        total = np.zeros(1, np.float64)
+        shares = []
         for bucket in self._buckets:
             bounds = offsets(split(bucket.flat.size, self.comm.size))
-            total += bucket.squares(*bounds[self.comm.rank : self.comm.rank + 2])
+            shares.append(bucket.flat[slice(*bounds[self.comm.rank : self.comm.rank + 2])])
+        total = np.array([total_squares(shares)], np.float64)
         self.comm.Allreduce(MPI.IN_PLACE, total)
         norm = math.sqrt(total[0])
         if norm > max_norm:
@@ -257,7 +258,8 @@ class DataParallel(Owner):
             kind = type(grad).__name__
             raise ValueError(self._said(f"{what} is of type {kind}; expected {EXPECTED}"))
         if place(grad) != place(param):
-            where = f"{what} is on {place(grad)}; expected {place(param)}, as the parameter"
+            where = f"{what} is on {place(grad)}; expected {place(param)}, as the parameter; "
+            where += "copy it there, by cupy.asarray or its method get"
             raise ValueError(self._said(where))
         if grad.shape != param.shape or grad.dtype != param.dtype:
             raise ValueError(

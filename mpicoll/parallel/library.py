@@ -68,7 +68,7 @@ def address(array: Array) -> int:
     """Return where an array begins; 0 for an empty one on a device."""
     if on_host(array):
         return int(array.__array_interface__["data"][0])
-    return int(array.__cuda_array_interface__["data"][0] or 0)  # type: ignore[attr-defined]
+    return int(array.data.ptr)  # type: ignore[attr-defined]
 
 
 def writeable(array: Array) -> bool:

@@ -1,8 +1,9 @@
 """Optimizers on flat arrays: SGD with momentum, Adam.
 
 Every operation is elementwise and rounded by IEEE 754, so an element gets the same bits in
-a shard of any length as in the whole array, and on a device as on the host. An optimizer of
-your own has to keep to that: see `FlatOptimizer`.
+a shard of any length as in the whole array, and on a device as on the host, but for subnormal
+float32, which CuPy takes for zero. An optimizer of your own has to keep to that: see
+`FlatOptimizer`.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def sum_choices(rows: Array, where: Ints, weights: Array | None) -> Array:
 
     A choice that was dropped adds nothing, whatever its weight. Done in `accumulator`, and
     rounded once to the dtype of ``rows``. Each product and each sum is an operation of its
-    own, so a device gives the bits of the host.
+    own, so a device gives the bits of the host, but for subnormal float32.
     """
     shape = len(where), rows.shape[1]
     total: Array = library(rows).zeros(shape, accumulator(rows.dtype))

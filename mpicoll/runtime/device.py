@@ -236,14 +236,14 @@ class CupyBackend:
     ) -> None:
         each = layout.positions.size
         kept, key = self._layouts.setdefault(stream.device, {}), layout.positions.tobytes()
-        if key not in kept:
+        positions = kept.get(key)
+        if positions is None:
             with self._cupy.cuda.Device(stream.device):
                 if len(kept) >= _LAYOUTS:
                     self._runtime.deviceSynchronize()  # no kernel reads them any more
                     kept.clear()
-                kept[key] = self._cupy.asarray(layout.positions)
+                positions = kept[key] = self._cupy.asarray(layout.positions)
                 self._cupy.cuda.get_current_stream().synchronize()
-        positions = kept[key]
         source_text = device_kernels.move_source(NOWHERE)
         sizes = (np.int64(layout.extent), np.uint64(each), np.uint64(count))
         pointers = (np.uint64(target), np.uint64(source), np.uint64(positions.data.ptr))

@@ -43,6 +43,35 @@ INLINE f4 value4(u4 bits) { union word4 it; it.bits = bits; return it.value; }
 INLINE u4 bits4(f4 value) { union word4 it; it.value = value; return it.bits; }
 INLINE f8 value8(u8 bits) { union word8 it; it.bits = bits; return it.value; }
 INLINE u8 bits8(f8 value) { union word8 it; it.value = value; return it.bits; }
+/* CuPy compiles with -ftz=true, by which subnormal floats are zeros; what is written out as an
+   instruction does not heed it. */
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define EXACT4(name, instruction) INLINE f4 name(f4 a, f4 b) { \
+    f4 it; asm(instruction ".rn.f32 %0, %1, %2;" : "=f"(it) : "f"(a), "f"(b)); return it; }
+EXACT4(plus4, "add")
+EXACT4(minus4, "sub")
+EXACT4(times4, "mul")
+EXACT4(over4, "div")
+INLINE int above4(f4 a, f4 b) {
+    int it;
+    asm("{ .reg .pred p; setp.gt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }"
+        : "=r"(it) : "f"(a), "f"(b));
+    return it;
+}
+#else
+INLINE f4 plus4(f4 a, f4 b) { return a + b; }
+INLINE f4 minus4(f4 a, f4 b) { return a - b; }
+INLINE f4 times4(f4 a, f4 b) { return a * b; }
+INLINE f4 over4(f4 a, f4 b) { return a / b; }
+INLINE int above4(f4 a, f4 b) { return a > b; }
+#endif
+INLINE int nonzero4(f4 a) { return bits4(a) << 1 != 0; }
+INLINE f8 plus8(f8 a, f8 b) { return a + b; }
+INLINE f8 minus8(f8 a, f8 b) { return a - b; }
+INLINE f8 times8(f8 a, f8 b) { return a * b; }
+INLINE f8 over8(f8 a, f8 b) { return a / b; }
+INLINE int above8(f8 a, f8 b) { return a > b; }
+INLINE int nonzero8(f8 a) { return a != 0; }
 """
 
 # As on x86: a NaN that goes in comes out, the left one first, and of two equal values, which
@@ -53,9 +82,9 @@ INLINE R kept(R a, R b, R result) {
     if (result == result) return result;
     return a != a ? quiet(a) : b != b ? quiet(b) : VALUE(MADE);
 }
-INLINE R largest(R a, R b) { return a != a || a > b ? a : b; }
-INLINE R smallest(R a, R b) { return a != a || a < b ? a : b; }
-INLINE R divided(R a, R by) { return a != a ? quiet(a) : a / by; }
+INLINE R largest(R a, R b) { return a != a || ABOVE(a, b) ? a : b; }
+INLINE R smallest(R a, R b) { return a != a || ABOVE(b, a) ? a : b; }
+INLINE R divided(R a, R by) { return a != a ? quiet(a) : OVER(a, by); }
 """
 
 # As in products.py: no step is fused, every NaN comes out as the quiet one.
@@ -64,8 +93,8 @@ typedef struct { R real, imaginary; } T;
 typedef T A;
 INLINE T product(T a, T b) {
     T it;
-    it.real = a.real * b.real - a.imaginary * b.imaginary;
-    it.imaginary = a.real * b.imaginary + a.imaginary * b.real;
+    it.real = MINUS(TIMES(a.real, b.real), TIMES(a.imaginary, b.imaginary));
+    it.imaginary = PLUS(TIMES(a.real, b.imaginary), TIMES(a.imaginary, b.real));
     return it;
 }
 INLINE T settled(T a) {
@@ -196,12 +225,17 @@ _INTEGERS = {
     "BXOR": "(a) ^ (b)",
     **_LOGIC,
 }
+_FLOAT_LOGIC = {
+    "LAND": "NONZERO(a) && NONZERO(b)",
+    "LOR": "NONZERO(a) || NONZERO(b)",
+    "LXOR": "NONZERO(a) != NONZERO(b)",
+}
 _FLOATS = {
-    "SUM": "kept(a, b, (a) + (b))",
-    "PROD": "kept(a, b, (a) * (b))",
+    "SUM": "kept(a, b, PLUS(a, b))",
+    "PROD": "kept(a, b, TIMES(a, b))",
     "MAX": "largest(a, b)",
     "MIN": "smallest(a, b)",
-    **_LOGIC,
+    **_FLOAT_LOGIC,
 }
 
 
@@ -283,30 +317,39 @@ def _real(size: int) -> list[str]:
     return [
         f"typedef f{size} R;",
         f"#define VALUE value{size}\n#define BITS bits{size}",
+        *_arithmetic(size),
         f"#define QUIET {quiet}\n#define MADE {made}\n#define UNORDERED {unordered}",
         _FLOAT,
     ]
 
 
+def _arithmetic(size: int) -> list[str]:
+    """Return what is done with floats of ``size`` bytes, subnormal ones too."""
+    names = ("plus", "minus", "times", "over", "above", "nonzero")
+    return [f"#define {name.upper()} {name}{size}" for name in names]
+
+
 def _of_halves(operator: str, half: str, mean_of: int) -> list[str]:
-    steps = {"SUM": "(a) + (b)", "PROD": "(a) * (b)", **_LOGIC}
+    steps = {"SUM": "PLUS(a, b)", "PROD": "TIMES(a, b)", **_FLOAT_LOGIC}
     if operator in steps:
-        mean = f" / {mean_of}.0f" if mean_of else ""
+        out = f"OVER(a, {mean_of}.0f)" if mean_of else "a"
         return [
+            *_arithmetic(4),
             _HALF[half],
             "typedef u2 T; typedef f4 A;",
             f"#define STEP(a, b) ((A)({steps[operator]}))",
-            "#define QUOTIENT(a) narrow(widen(a) / (f4)size)",
-            f"#define IN(a) widen(a)\n#define OUT(a) narrow((a){mean})\n#define UNITS 1",
+            "#define QUOTIENT(a) narrow(OVER(widen(a), (f4)size))",
+            f"#define IN(a) widen(a)\n#define OUT(a) narrow({out})\n#define UNITS 1",
         ]
     if operator in ("MAX", "MIN"):
         return [
+            *_arithmetic(4),
             _HALF[half],
             f"#define BEYOND {'' if operator == 'MAX' else '-'}0x10000",
             _ORDERED_HALF,
             "typedef u2 T; typedef i4 A;",
             f"#define STEP(a, b) ({_INTEGERS[operator]})",
-            "#define QUOTIENT(a) narrow(widen(a) / (f4)size)",
+            "#define QUOTIENT(a) narrow(OVER(widen(a), (f4)size))",
             "#define IN(a) ordered(a)\n#define OUT(a) unordered(a)\n#define UNITS 1",
         ]
     return []
@@ -315,9 +358,10 @@ def _of_halves(operator: str, half: str, mean_of: int) -> list[str]:
 def _of_bytes(operator: str, dtype: DType, mean_of: int) -> list[str]:
     if operator in ("MAX", "MIN"):
         # The bits of an operand, also where they are one of several NaNs.
-        sign = ">" if operator == "MAX" else "<"
-        first = f"widen(a) != widen(a) || widen(a) {sign} widen(b)"
+        above = "widen(a), widen(b)" if operator == "MAX" else "widen(b), widen(a)"
+        first = f"widen(a) != widen(a) || ABOVE({above})"
         return [
+            *_arithmetic(4),
             _tables(dtype),
             "typedef u1 T; typedef u1 A;",
             f"#define STEP(a, b) ({first} ? (a) : (b))",

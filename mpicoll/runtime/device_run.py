@@ -83,8 +83,10 @@ def rounds(
                     drain = Drain(lane.loaded)
                     yield drain
                     execution.failed = drain.failed
+    except GeneratorExit:
+        raise
     except BaseException as error:
-        execution.failed = error
+        execution.failed = execution.failed or error
     yield execution
     if execution.failed is None:
         finish()
@@ -183,9 +185,10 @@ class Direct(DeviceExecution):
 
     def _post_empty(self) -> None:
         recvs, sends, _, _ = self._stages[self._number]
-        nothing = [_NOTHING, 0, MPI.BYTE]
-        empty = [(ISEND, self._comm, nothing, message.peer, self._tag) for message in sends]
-        post(self._requests, [*self._wanted(IRECV, recvs), *empty][len(self._requests) :])
+        nothing, known = [_NOTHING, 0, MPI.BYTE], len(self._requests)
+        left = sends[max(0, known - len(recvs)) :]
+        empty = [(ISEND, self._comm, nothing, message.peer, self._tag) for message in left]
+        post(self._requests, [*self._wanted(IRECV, recvs[known:]), *empty])
 
     def _wanted(self, method: Any, messages: Sequence[Message]) -> list[Posting]:
         """Return what posts messages from device memory or into it."""
@@ -279,7 +282,10 @@ class Staged(DeviceExecution):
             self._work(local)
 
     def _look_ahead(self, recvs: Sequence[Message]) -> None:
-        """Queue copies down for the next step, up to the first of what this one receives."""
+        """Queue copies down for the next step, up to the first of what this one receives.
+
+        As far as there is pinned memory for it.
+        """
         if self._number + 1 == len(self._stages):
             return
         coming = [self._region(message) for message in recvs]
@@ -288,7 +294,10 @@ class Staged(DeviceExecution):
             low, high = source.address, source.address + source.size
             if any(low < one.address + one.size and one.address < high for one in coming):
                 return
-            self._ahead.append(self._down(source))
+            segment = self._lane.pool.spare(source.size)
+            if segment is None:
+                return
+            self._ahead.append((segment, self._lane.down(segment, source)))
 
     def _region(self, message: Message) -> Region:
         """Return where a message is on the device."""

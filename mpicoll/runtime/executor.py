@@ -188,7 +188,8 @@ class Execution:
     ) -> None:
         """Bind a plan to a communicator and to scratch; nothing is sent yet.
 
-        With ``fault``, which is why there is no scratch, every run fails from its start on.
+        With ``fault``, which is why there is no input or no scratch, every run fails from its
+        start on.
         """
         self._stages = plan.recipe.program.stages
         self._tag = plan.tag
@@ -214,8 +215,8 @@ class Execution:
     def run(self) -> None:
         """Run to the end, waiting inside MPI.
 
-        An interrupt, by whatever a handler of signals raises, leaves it where it is; it can
-        be run on.
+        An interrupt, by whatever a handler of signals raises, leaves it where it is, or while
+        a step is begun is a failure of it; it can be run on.
         """
         steps = len(self._stages)
         while (number := self._number) < steps:
@@ -339,13 +340,15 @@ class Execution:
         comm, tag, byte = self._comm, self._tag, MPI.BYTE
         nothing = (_NO_BYTES, 0, byte)
         wanted: list[Posting] = []
-        for peer, buffer, start, stop in recvs:
+        known = len(self._requests)
+        for peer, buffer, start, stop in recvs[known:]:
             there = self._memory[buffer][start:stop]
             if there.size != stop - start:
                 there = np.empty(stop - start, np.uint8)
             wanted.append((IRECV, comm, (there, stop - start, byte), peer, tag))
-        wanted += [(ISEND, comm, nothing, message.peer, tag) for message in sends]
-        post(self._requests, wanted[len(self._requests) :])
+        left = sends[max(0, known - len(recvs)) :]
+        wanted += [(ISEND, comm, nothing, message.peer, tag) for message in left]
+        post(self._requests, wanted)
 
     def _work(self, local: Sequence[Work]) -> None:
         memory, alias = self._memory, self._alias

@@ -229,7 +229,7 @@ class Link:
         except BaseException as error:
             # The others wait for the rest of the schedule, which whoever calls next goes on with.
             course = self._rest(plan, execution or self._failing(plan, record, error))
-            progress.keep(progress.Operation(self, record, course))
+            progress.keep(progress.Operation(self, record, course, told=True))
             raise
         self._over(plan, execution)
 

@@ -59,8 +59,11 @@ class Operation:
         "record",
     )
 
-    def __init__(self, link: Link, record: Record, course: Course) -> None:
-        """Take a call over; nothing is done before the first `advance`."""
+    def __init__(self, link: Link, record: Record, course: Course, told: bool = False) -> None:
+        """Take a call over; nothing is done before the first `advance`.
+
+        ``told`` says that its interrupt has been raised already.
+        """
         self.link = link
         self.record = record
         self.begun = self.done = False
@@ -71,20 +74,18 @@ class Operation:
         self._execution: Execution | None = None
         self._busy = threading.Lock()
         self._left = [one for one in active(link) if _before(one.record, record)] if ACTIVE else []
-        self._told = False
+        self._told = told
 
     def advance(self, begin: bool = False) -> bool:
         """Go as far as it goes without waiting, or only ``begin``; return whether it is done."""
         if self.done:
             return True
-        if self._left and not self._come():
-            return False
         # Another thread may be at it, or this one, from inside a user operator.
         taken: list[bool] = []
         try:
             # Taken and noted in the same moment, as by `executor.post`.
             taken += map(self._busy.acquire, (False,))
-            if not taken[0]:
+            if not taken[0] or not self._come():
                 return False
             while not self.done:
                 if self._execution is not None and (begin or not self._execution.advance()):
@@ -126,11 +127,12 @@ class Operation:
                 self.begun = True
                 return
         except BaseException as error:
-            self._end(error)
+            self.end(error)
             return
-        self._end(None)
+        self.end(None)
 
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Be done."""
         self._execution = None
         self.error = self.error or error  # the first, if an interrupt had it come here again
         self.link.over(self.record, self.error)
@@ -164,10 +166,7 @@ class Operation:
             raise self.error
 
     def _wait(self, limit: float | None) -> None:
-        for one in [*self._left]:
-            one.hold_to(limit)
-            await_(one.advance, one.watch)
-            discard(one)
+        self.come(limit)
         self.hold_to(limit)
         others = self.link.watched or self.link.threaded or ACTIVE not in ([], [self])
         if self.deadline is None and not others:
@@ -176,6 +175,19 @@ class Operation:
         else:
             await_(self.advance, self.watch)
             discard(self)
+
+    def come(self, limit: float | None = None) -> None:
+        """Wait for the calls before this one."""
+        for one in [*self._left]:
+            one.hold_to(limit)
+            try:
+                await_(one.advance, one.watch)
+            except (CollectiveTimeout, MPI.Exception) as error:
+                one.end(error)  # nothing can be posted of it any more
+                if isinstance(error, CollectiveTimeout):
+                    discard(one)
+                    raise
+            discard(one)
 
     def hold_to(self, limit: float | None) -> None:
         """Let the time limit run from now on, unless it runs already."""
@@ -223,6 +235,7 @@ def launch(operation: Operation) -> None:
         try:
             # First by this thread alone: what is wrong with the arguments is known before it
             # returns. In advancing, MPI may copy for long; the progress thread does that.
+            operation.come()
             operation.advance(begin=operation.link.threaded)
         finally:
             if not operation.done:
@@ -257,9 +270,19 @@ def discard(operation: Operation) -> None:
 
 
 def progress() -> None:
-    """Drive every operation in flight a little."""
+    """Drive every operation in flight a little.
+
+    What goes wrong with one is for whoever waits for it, and for no other caller.
+    """
     for operation in list(ACTIVE):
-        if operation.advance():
+        try:
+            over = operation.advance()
+        except MPI.Exception as error:
+            operation.end(error)  # nothing can be posted any more
+            over = True
+        except MemoryError:
+            continue  # it is tried again
+        if over:
             discard(operation)
 
 
@@ -300,19 +323,28 @@ class _Thread:
         while not self._stop:
             self._work.wait()
             self._work.clear()
-            nap = THREAD_NAP_SECONDS
-            while self._own():
+            nap, busy = THREAD_NAP_SECONDS, 0
+            while own := self._own():
+                before = [one.record.step for one in own]
                 start = time.thread_time()
                 progress()
                 # While MPI has something to copy it stays awake: in its calls only does data
-                # move. Else it sleeps longer and longer.
-                moved = time.thread_time() - start > MOVING_SECONDS
-                nap = 0 if moved else min(NAP_SECONDS, max(THREAD_NAP_SECONDS, nap * 1.5))
-                time.sleep(nap)
+                # move. Else it sleeps longer and longer, until something new is started.
+                if before != [one.record.step for one in own]:
+                    nap, busy = THREAD_NAP_SECONDS, 0
+                elif time.thread_time() - start > MOVING_SECONDS and busy < MOVING_TIMES:
+                    nap, busy = THREAD_NAP_SECONDS, busy + 1
+                    time.sleep(0)
+                    continue
+                if self._work.wait(nap):
+                    self._work.clear()
+                    nap, busy = THREAD_NAP_SECONDS, 0
+                nap = min(NAP_SECONDS, nap * 1.5)
 
 
 THREAD_NAP_SECONDS = 0.00002
-MOVING_SECONDS = 0.00003  #: of the processor, which asking in vain takes less than
+MOVING_SECONDS = 0.00003  #: of the processor; asking in vain mostly takes less
+MOVING_TIMES = 1000  #: that it may without a step's end; then asking is what takes so long
 _THREAD = _Thread()
 start_thread: Callable[[], None] = _THREAD.start
 stop_thread: Callable[[], None] = _THREAD.stop

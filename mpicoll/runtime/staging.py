@@ -89,13 +89,22 @@ class Pool:
         except Exception:  # the messages have to go on
             return known or Segment(np.empty(size, np.uint8), pinned=False)
 
-    def _kept(self, size: int) -> Segment | None:
+    def spare(self, nbytes: int) -> Segment | None:
+        """Return a segment as `take` does, but None where that would wait, or be one too many."""
+        size = max(4096, 1 << max(0, nbytes - 1).bit_length())
+        with self._lock:
+            if self.held + size > PINNED_BYTES:
+                return self._kept(size, wait=False)
+        return self.take(nbytes)
+
+    def _kept(self, size: int, wait: bool = True) -> Segment | None:
         """Return a segment that nobody reads any more, None if there is none."""
         free = self._free.setdefault(size, deque())
         for _ in range(len(free)):
             segment = free.popleft()
             try:
-                usable = self.reusable(segment, wait=self.held + size > PINNED_BYTES)
+                full = wait and self.held + size > PINNED_BYTES
+                usable = self.reusable(segment, wait=full)
             except Exception:
                 self.held -= size  # nobody knows any more what the device does with it
                 continue

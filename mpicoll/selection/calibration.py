@@ -16,7 +16,7 @@ from typing import Any
 
 from mpicoll.algorithms import find
 from mpicoll.errors import AlgorithmError
-from mpicoll.selection.model import CROWDED, DEFAULT, Corrections, Rates
+from mpicoll.selection.model import CROWDED, DEFAULT, Corrections, Curve, Rates, kind
 
 KIND = "mpicoll rates"
 FORM = 2  #: of the file; raised when a field changes its meaning
@@ -45,7 +45,7 @@ class Place:
     @property
     def kind(self) -> int:
         """The number of ranks, up to the next power of two."""
-        return 1 << (self.ranks - 1).bit_length()
+        return kind(self.ranks)
 
 
 def cache_file(environment: Mapping[str, str] = os.environ) -> Path:
@@ -65,11 +65,13 @@ def lookup(place: Place, file: Path | None = None) -> Rates:
         return replace(CROWDED if place.load > 1 else DEFAULT, load=place.load)
     nearest = min(found, key=lambda row: abs(row["kind"].bit_length() - place.kind.bit_length()))
     rates = {name: nearest["rates"][name] for name in _FIELDS}
-    curves = {
-        (one["collective"], one["algorithm"], one["segment"]): tuple(map(tuple, one["at"]))
-        for one in nearest["corrections"]
-    }
-    return Rates(**rates, load=place.load, corrections=Corrections(curves) if curves else None)
+    curves: dict[tuple[str, str], dict[int, Curve]] = {}
+    for one in nearest["corrections"]:
+        if _known(one):
+            cuts = curves.setdefault((one["collective"], one["algorithm"]), {})
+            cuts[one["segment"]] = tuple(map(tuple, one["at"]))
+    corrections = Corrections(curves, nearest["kind"]) if curves else None
+    return Rates(**rates, load=place.load, corrections=corrections)
 
 
 def store(place: Place, rates: Rates, file: Path | None = None) -> Path:
@@ -105,7 +107,8 @@ def listed(corrections: Corrections | None) -> list[dict[str, Any]]:
     curves = {} if corrections is None else corrections.curves
     return [
         {"collective": collective, "algorithm": name, "segment": cut, "at": [*map(list, curve)]}
-        for (collective, name, cut), curve in curves.items()
+        for (collective, name), cuts in curves.items()
+        for cut, curve in cuts.items()
     ]
 
 
@@ -131,16 +134,26 @@ def _whole(row: Any) -> bool:
             and all(type(one) is float and 0 < one < 1 for one in numbers)
             and all(_sound(one) for one in row["corrections"])
         )
-    except (TypeError, KeyError, ValueError, AlgorithmError):
+    except (TypeError, KeyError, ValueError):
         return False
 
 
+def _known(correction: Any) -> bool:
+    """Whether there is such an algorithm; another version may have had others."""
+    try:
+        find(correction["collective"], correction["algorithm"])
+    except AlgorithmError:
+        return False
+    return True
+
+
 def _sound(correction: Any) -> bool:
-    """Whether a correction is of an algorithm that is known, by growing sizes."""
-    find(correction["collective"], correction["algorithm"])
+    """Whether a correction has factors by growing sizes."""
     sizes, factors = zip(*correction["at"], strict=True)
     return (
-        type(correction["segment"]) is int
+        type(correction["collective"]) is str
+        and type(correction["algorithm"]) is str
+        and type(correction["segment"]) is int
         and correction["segment"] >= 0
         and all(type(size) is int and size >= 0 for size in sizes)
         and list(sizes) == sorted(set(sizes))

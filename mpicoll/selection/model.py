@@ -15,7 +15,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp, hypot, log
+from math import sqrt
 from typing import NamedTuple, TypeAlias
 
 from mpicoll.algorithms import Algorithm
@@ -35,29 +35,49 @@ Curve: TypeAlias = tuple[tuple[int, float], ...]
 class Corrections:
     """What algorithms took, divided by what the rates alone predict.
 
-    ``curves`` are by collective, algorithm, and the bytes of a segment, 0 where blocks are
-    whole. Another segment takes the curve of the nearest, in the logarithm.
+    ``curves`` are by collective and algorithm, then by the bytes of a segment, 0 where blocks
+    are whole. They hold for ``kind`` ranks, which is a power of two, and fewer, down to half
+    of it: schedules of other numbers are others.
     """
 
-    curves: Mapping[tuple[str, str, int], Curve]
+    curves: Mapping[tuple[str, str], Mapping[int, Curve]]
+    kind: int
 
-    def factor(self, collective: str, algorithm: str, segment: int, nbytes: int) -> float:
-        """Return the factor of a call: between two sizes by their logarithms, 1 if unknown."""
-        known = [cut for one, name, cut in self.curves if (one, name) == (collective, algorithm)]
-        if segment:
-            known = [cut for cut in known if cut] or known
-        elif 0 not in known:
-            known = []
+    def factor(
+        self, collective: str, algorithm: str, size: int, segment: int, nbytes: int
+    ) -> float:
+        """Return the factor of a call, 1 if it is unknown.
+
+        That of the nearest segment; between two sizes linear in their logarithms. Only
+        operations that are rounded alike everywhere lead to it, as all ranks must agree.
+        """
+        cuts = self.curves.get((collective, algorithm))
+        if not cuts or kind(size) != self.kind:
+            return 1.0
+        known = [cut for cut in cuts if cut] if segment else [0]
+        known = [cut for cut in known or [0] if cut in cuts]
         if not known:
             return 1.0
-        nearest = min(known, key=lambda cut: abs(log((cut + 1) / (segment + 1))))
-        curve = self.curves[collective, algorithm, nearest]
+        place = _log2(segment + 1)
+        curve = cuts[min(known, key=lambda cut: abs(_log2(cut + 1) - place))]
         at = bisect(curve, nbytes, key=lambda point: point[0])
         if at in (0, len(curve)):
             return curve[max(0, at - 1)][1]
         (low, first), (high, last) = curve[at - 1], curve[at]
-        share = log((nbytes + 1) / (low + 1)) / log((high + 1) / (low + 1))
-        return exp((1 - share) * log(first) + share * log(last))
+        start = _log2(low + 1)
+        share = (_log2(nbytes + 1) - start) / (_log2(high + 1) - start)
+        return first + share * (last - first)
+
+
+def _log2(number: int) -> float:
+    """Return the logarithm, linear between powers of two: C's may differ between hosts."""
+    shift = number.bit_length() - 1
+    return shift + (number / (1 << shift) - 1)
+
+
+def kind(size: int) -> int:
+    """Return the number of ranks that measurements are kept under: a power of two."""
+    return 1 << (size - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +148,13 @@ def seconds(
     segments = segments if algorithm.segmented else 1
     deep, wide = counts(algorithm.collective, algorithm.name, size, segments)
     load = max(1.0, rates.load)
-    time = hypot(_time(deep, nbytes, rates), _time(wide, nbytes, rates) * load / size)
+    chain, work = _time(deep, nbytes, rates), _time(wide, nbytes, rates) * load / size
+    time = sqrt(chain * chain + work * work)
     if rates.corrections is None:
         return time
-    key = algorithm.collective, algorithm.name, segment_bytes if segments > 1 else 0
-    return time * rates.corrections.factor(*key, nbytes)
+    segment = segment_bytes if segments > 1 else 0
+    key = algorithm.collective, algorithm.name, size
+    return time * rates.corrections.factor(*key, segment, nbytes)
 
 
 def _cut(collective: str, size: int, nbytes: int) -> int:
@@ -149,6 +171,7 @@ def _time(done: Counts, nbytes: int, rates: Rates) -> float:
     )
 
 
+@lru_cache(maxsize=4096)
 def best_segment(algorithm: Algorithm, size: int, nbytes: int, rates: Rates) -> int:
     """Return the segment in bytes with the least predicted time; 0 leaves blocks whole."""
     if not algorithm.segmented or size == 1:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpicoll.errors import ScheduleError
 from mpicoll.simulation.fabric import Fabric
-from mpicoll.simulation.machine import Integers, Machine, Reals, ticks
+from mpicoll.simulation.machine import Integers, Machine, Reals, grown, ticks
 from mpicoll.simulation.program import Line
 from mpicoll.simulation.symmetry import Bools, Kind
 
@@ -220,7 +220,7 @@ class _Replay:
         for step, count in zip(doing.tolist(), counts.tolist(), strict=True):
             before = clocks.max(axis=1, keepdims=True)
             clocks = self._step(clocks, self.steps[step])
-            clocks = clocks + (count - 1) * (clocks.max(axis=1, keepdims=True) - before)
+            clocks = grown(clocks, count - 1, clocks.max(axis=1, keepdims=True) - before)
         return clocks
 
     def _through(self, clocks: Integers, doing: Integers) -> Integers:
@@ -246,16 +246,15 @@ class _Replay:
             for step in steps:
                 clocks = self._step(clocks, step)
             if count > 1 and (number < 4 or number % 16 == 0):
-                grown = clocks - last
-                if (grown == grown[:, :1]).all():
-                    result: Integers = clocks + (count - number) * grown[:, :1]
-                    return result
+                gain = clocks - last
+                if (gain == gain[:, :1]).all():
+                    return grown(clocks, count - number, gain[:, :1])
             if number % self.period == 0:
-                grown = clocks - before
+                gain = clocks - before
                 before = clocks
                 laps, rest = divmod(count - number, self.period)
-                if laps and (grown == grown[:, :1]).all():
-                    return self._repeat(clocks + laps * grown[:, :1], steps, rest)
+                if laps and (gain == gain[:, :1]).all():
+                    return self._repeat(grown(clocks, laps, gain[:, :1]), steps, rest)
         return clocks
 
     def _step(self, clocks: Integers, step: _Step) -> Integers:

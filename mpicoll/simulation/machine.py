@@ -26,6 +26,14 @@ class TooLongError(MpicollError):
     """A time that does not fit into the clocks of a replay."""
 
 
+def grown(clocks: Integers, times: int, by: Integers) -> Integers:
+    """Return clocks that grew several times; raise TooLongError before they would wrap."""
+    if float(clocks.max(initial=0)) + float(times) * float(by.max(initial=0)) > MOST:
+        raise TooLongError(TOO_LONG)
+    later: Integers = clocks + times * by
+    return later
+
+
 def ticks(seconds: Reals | float) -> Integers:
     """Return seconds as whole ticks; raise TooLongError where they are too many."""
     found = np.rint(np.asarray(seconds) / TICK)

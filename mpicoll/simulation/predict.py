@@ -20,6 +20,7 @@ from mpicoll.simulation.machine import (
     Machine,
     Reals,
     TooLongError,
+    grown,
 )
 from mpicoll.simulation.program import Program
 from mpicoll.simulation.sample import sample
@@ -147,9 +148,9 @@ def _row(schedules: Schedules, fabric: Fabric, machine: Machine, scales: Reals) 
     while length + 2 * period < size and (length + 2 * period) * schedules.pieces <= MESSAGES:
         lengths = [length, length + period, length + 2 * period]
         ends = [_short(schedules, one, fabric, machine, scales) for one in lengths]
-        grown = ends[1] - ends[0]
-        if (ends[2] - ends[1] == grown).all():
-            result: Integers = ends[2] + (size - lengths[2]) // period * grown
+        gain = ends[1] - ends[0]
+        if (ends[2] - ends[1] == gain).all():
+            result = grown(ends[2], (size - lengths[2]) // period, gain)
             return result
         length += max(1, length // period) * period
     if size * schedules.pieces > MESSAGES:

@@ -171,23 +171,32 @@ def test_segments() -> None:
 
 def test_corrections_go_between_sizes_by_their_logarithms() -> None:
     curves = {
-        ("bcast", "chain", 0): ((8, 1.0), (1 << 10, 4.0), (1 << 20, 2.0)),
-        ("bcast", "chain", 1 << 12): ((1 << 20, 0.5),),
-        ("bcast", "chain", 1 << 16): ((1 << 20, 0.25),),
-        ("reduce", "chain", 0): ((8, 3.0),),
-        ("scan", "linear", 1 << 12): ((8, 3.0),),
+        ("bcast", "chain"): {
+            0: ((7, 1.0), (1023, 4.0), ((1 << 20) - 1, 2.0)),
+            1 << 12: ((1 << 20, 0.5),),
+            1 << 16: ((1 << 20, 0.25),),
+        },
+        ("reduce", "chain"): {0: ((8, 3.0),)},
+        ("scan", "linear"): {1 << 12: ((8, 3.0),)},
     }
-    factor = Corrections(curves).factor
-    sizes = (0, 8, 1 << 10, 1 << 15, 1 << 20, 1 << 30)
+    corrections = Corrections(curves, 8)
+
+    def factor(collective: str, name: str, cut: int, nbytes: int) -> float:
+        return corrections.factor(collective, name, 8, cut, nbytes)
+
+    sizes = (0, 7, 1023, (1 << 15) - 1, (1 << 20) - 1, 1 << 30)
     found = [factor("bcast", "chain", 0, nbytes) for nbytes in sizes]
-    assert found == pytest.approx([1, 1, 4, 4 / math.sqrt(2), 2, 2], rel=1e-4)
-    assert all(1 < factor("bcast", "chain", 0, nbytes) < 4 for nbytes in range(9, 1 << 10))
+    assert found == [1, 1, 4, 3, 2, 2]
+    assert all(1 < factor("bcast", "chain", 0, nbytes) < 4 for nbytes in range(8, 1023))
     cuts = {1: 0.5, 1 << 12: 0.5, 1 << 13: 0.5, 1 << 15: 0.25, 1 << 16: 0.25, 1 << 30: 0.25}
     for cut, expected in cuts.items():
         assert factor("bcast", "chain", cut, 8) == factor("bcast", "chain", cut, 1 << 30)
         assert factor("bcast", "chain", cut, 8) == expected
     assert factor("bcast", "binomial", 0, 8) == factor("scan", "linear", 0, 8) == 1
     assert factor("reduce", "chain", 1 << 12, 8) == 3  # unknown for cut blocks
+    # Of other numbers of ranks nothing is known.
+    sizes_of = {size: corrections.factor("reduce", "chain", size, 0, 8) for size in range(2, 18)}
+    assert sizes_of == {size: 3 if 5 <= size <= 8 else 1 for size in range(2, 18)}
 
 
 def test_corrections_change_times_and_choices() -> None:
@@ -195,7 +204,9 @@ def test_corrections_change_times_and_choices() -> None:
     rates = Rates(load=2.0)
     assert best(both, 8, 1 << 24, rates) == (both[1], 1024 * KIB)
     plain = seconds(both[1], 8, 1 << 24, 256 * KIB, rates)
-    slow = replace(rates, corrections=Corrections({("bcast", "chain", 256 * KIB): ((8, 5.0),)}))
+    slow = replace(
+        rates, corrections=Corrections({("bcast", "chain"): {256 * KIB: ((8, 5.0),)}}, 8)
+    )
     assert seconds(both[1], 8, 1 << 24, 256 * KIB, slow) == pytest.approx(5 * plain)
     assert seconds(both[1], 8, 1 << 24, 0, slow) == seconds(both[1], 8, 1 << 24, 0, rates)
     assert best(both, 8, 1 << 24, slow) == (both[0], 0)

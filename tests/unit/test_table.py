@@ -299,21 +299,28 @@ def test_rates_are_kept_by_host_mpi_and_ranks(tmp_path: Path) -> None:
 
 
 CURVES = {
-    ("bcast", "chain", 0): ((8, 1.25), (4096, 0.5)),
-    ("bcast", "chain", 4096): ((4096, 0.75),),
-    ("alltoall", "linear", 0): ((0, 1.0),),
+    ("bcast", "chain"): {0: ((8, 1.25), (4096, 0.5)), 4096: ((4096, 0.75),)},
+    ("alltoall", "linear"): {0: ((0, 1.0),)},
 }
 
 
 def test_corrections_are_kept_with_the_rates(tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
-    store(PLACE, replace(RATES, corrections=Corrections(CURVES)), file)
+    store(PLACE, replace(RATES, corrections=Corrections(CURVES, PLACE.kind)), file)
     found = lookup(PLACE, file)
     assert found.corrections is not None
     assert found.corrections.curves == CURVES
     assert replace(found, corrections=None) == RATES
     carried = pickle.loads(pickle.dumps(found))  # rank 0 reads, and sends what it found
     assert carried.corrections.curves == CURVES
+    data = json.loads(file.read_text(encoding="utf-8"))
+    data["rates"][0]["corrections"][0]["algorithm"] = "of another version"
+    file.write_text(json.dumps(data), encoding="utf-8")
+    left = lookup(PLACE, file)
+    assert left.step == RATES.step
+    assert left.corrections is not None
+    assert set(left.corrections.curves) == set(CURVES)
+    assert 0 not in left.corrections.curves["bcast", "chain"]
     store(PLACE, RATES, file)
     assert lookup(PLACE, file) == RATES
 
@@ -321,8 +328,8 @@ def test_corrections_are_kept_with_the_rates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"algorithm": "none"},
-        {"collective": "none"},
+        {"algorithm": 1},
+        {"collective": None},
         {"segment": True},
         {"segment": -1},
         {"segment": 1.0},
@@ -341,7 +348,9 @@ def test_corrections_are_kept_with_the_rates(tmp_path: Path) -> None:
 def test_corrections_that_mean_nothing_count_as_absent(
     change: dict[str, object], tmp_path: Path
 ) -> None:
-    file = store(PLACE, replace(RATES, corrections=Corrections(CURVES)), tmp_path / "rates.json")
+    file = store(
+        PLACE, replace(RATES, corrections=Corrections(CURVES, PLACE.kind)), tmp_path / "rates.json"
+    )
     data = json.loads(file.read_text(encoding="utf-8"))
     data["rates"][0]["corrections"][0].update(change)
     file.write_text(json.dumps(data), encoding="utf-8")
