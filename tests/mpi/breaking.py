@@ -179,14 +179,18 @@ class Group:
         self.seen, self.trap = seen, trap
         self.pids: list[int] = self.plain.allgather(os.getpid())
 
-    def steps(self) -> dict[str, list[int]]:
-        """Return the steps of each method on each rank."""
+    def steps(self) -> dict[tuple[str, int], list[int]]:
+        """Return the steps of each method on each rank, for few items and many.
+
+        The two may have different algorithms.
+        """
         found = {}
         comm = mpicoll.Comm(self.plain.Dup(), timeout=60)
         for name in METHODS:
-            self.trap.arm(comm)
-            call(comm, name, "blocking", SMALL)
-            found[name] = self.plain.allgather(self.trap.steps)
+            for n in (SMALL, LARGE):
+                self.trap.arm(comm)
+                call(comm, name, "blocking", n)
+                found[name, n] = self.plain.allgather(self.trap.steps)
         comm.Free()
         return found
 
@@ -230,9 +234,11 @@ def stops(seen: Seen, size: int, seed: int, most: int) -> None:
     cases = []
     for number, (name, form) in enumerate((name, form) for name in METHODS for form in FORMS):
         for victim in range(size):
-            for step in range(steps[name][victim] + 1):
-                n = (SMALL, LARGE)[(number + victim + step) % 2]
-                cases.append((name, form, n, victim, step))
+            for turn, n in enumerate((SMALL, LARGE)):
+                # Every second of the one, and of the other.
+                first = (number + victim + turn) % 2
+                for step in range(first, steps[name, n][victim] + 1, 2):
+                    cases.append((name, form, n, victim, step))
     if most:
         # Steps of one method lie side by side, so a stride meets all methods alike.
         cases = [
