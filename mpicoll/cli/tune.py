@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 @click.option(
     "--quick",
     is_flag=True,
-    help="Measure the rates of the cost model only: seconds. No table is written.",
+    help="Measure the rates of the cost model only: half a minute. No table is written.",
 )
 @json_option
 def tune(
@@ -106,7 +106,8 @@ def tune(
       mpiexec -n 4 mpicoll tune --memory device             for arrays on a GPU
       MPICOLL_TUNING=tuning.json mpiexec -n 8 python train.py
 
-    First the rates of the cost model are measured: what a step, a message, a byte takes. They
+    First the rates of the cost model are measured: what a step, a message, a byte takes, and
+    what each algorithm takes beyond them. They
     are kept in the user's cache folder, for this kind of host, this MPI and about as many
     ranks; without a table they decide, and with one they fill its gaps. Then all algorithms of
     each collective and size take turns, and the table says which is fastest. At run time it
