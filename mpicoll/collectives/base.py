@@ -341,18 +341,18 @@ class Base:
             opened.release()
             raise
 
-        def start() -> progress.Operation:
+        def begin() -> progress.Operation:
             record = link.reopen(first)
-            operation = progress.Operation(link, record, link.again(plan, execution, record))
-            progress.launch(operation)
-            return operation
+            if plan.lane is not None:
+                plan.lane.again()
+            return progress.Operation(link, record, link.again(plan, execution, record))
 
         def free() -> None:
             execution.free()
             opened.release()
             link.tags.give_plan(tag)
 
-        return Prequest(start, free, time_limit)
+        return Prequest(begin, free, time_limit)
 
     def _agree(self, own: int, opened: Opened) -> Generator[Execution, None, tuple[int, ...]]:
         """Return the numbers that all ranks pass, in rank order."""

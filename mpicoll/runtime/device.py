@@ -9,6 +9,7 @@ is a device array of any library: it has the streams, the pinned memory and the 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -159,6 +160,7 @@ class CupyBackend:
         self._runtime = cupy.cuda.runtime
         self._kernels: dict[str, Any] = {}
         self._layouts: dict[int, dict[bytes, Any]] = {}
+        self._moving = threading.RLock()  # until a kernel is queued nobody clears its layout
 
     def device_of(self, address: int) -> int:
         """Return the device of an address."""
@@ -235,19 +237,25 @@ class CupyBackend:
         self, name: str, target: int, source: int, layout: Layout, count: int, stream: Queue
     ) -> None:
         each = layout.positions.size
-        kept, key = self._layouts.setdefault(stream.device, {}), layout.positions.tobytes()
+        source_text = device_kernels.move_source(NOWHERE)
+        sizes = (np.int64(layout.extent), np.uint64(each), np.uint64(count))
+        with self._moving:
+            positions = self._positions(layout, stream.device)
+            pointers = (np.uint64(target), np.uint64(source), np.uint64(positions.data.ptr))
+            self._launch(name, source_text, count * each, (*pointers, *sizes), stream)
+
+    def _positions(self, layout: Layout, device: int) -> Any:
+        """Return the offsets of a layout in the memory of a device."""
+        kept, key = self._layouts.setdefault(device, {}), layout.positions.tobytes()
         positions = kept.get(key)
         if positions is None:
-            with self._cupy.cuda.Device(stream.device):
+            with self._cupy.cuda.Device(device):
                 if len(kept) >= _LAYOUTS:
                     self._runtime.deviceSynchronize()  # no kernel reads them any more
                     kept.clear()
                 positions = kept[key] = self._cupy.asarray(layout.positions)
                 self._cupy.cuda.get_current_stream().synchronize()
-        source_text = device_kernels.move_source(NOWHERE)
-        sizes = (np.int64(layout.extent), np.uint64(each), np.uint64(count))
-        pointers = (np.uint64(target), np.uint64(source), np.uint64(positions.data.ptr))
-        self._launch(name, source_text, count * each, (*pointers, *sizes), stream)
+        return positions
 
     # -- folds ------------------------------------------------------------------------
 

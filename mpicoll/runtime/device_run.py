@@ -88,8 +88,11 @@ def rounds(
     except BaseException as error:
         execution.failed = execution.failed or error
     yield execution
-    if execution.failed is None:
-        finish()
+    try:
+        if execution.failed is None:
+            finish()
+    except BaseException as error:  # raised when the device is done with the caller's memory
+        execution.failed = error
     drain = Drain(lane.left)
     yield drain
     failed = execution.failed or drain.failed

@@ -227,7 +227,7 @@ class Execution:
                 waits = not self._resumed()
             if waits:
                 try:
-                    MPI.Request.Waitall(self._requests, self._statuses)
+                    self._wait()
                 except MPI.Exception as error:
                     self._fail(error)
                     for request in self._requests:
@@ -249,11 +249,19 @@ class Execution:
             self._settle()
         return True
 
+    def _wait(self) -> None:
+        """Wait inside MPI for the messages of the step."""
+        MPI.Request.Waitall(self._requests, self._statuses)
+
+    def _test(self) -> bool:
+        """Ask MPI whether the messages of the step are complete."""
+        return MPI.Request.Testall(self._requests, self._statuses)
+
     def _tested(self) -> bool:
-        """Return whether the messages of the step are complete."""
+        """Return whether the messages of the step are complete; an error is kept."""
         if self.failed is None:
             try:
-                return MPI.Request.Testall(self._requests, self._statuses)
+                return self._test()
             except MPI.Exception as error:
                 self._fail(error)
         # One that fails lets the others be, so they are asked one by one.

@@ -38,6 +38,9 @@ from mpicoll.selection.settings import Settings, parse, read
 
 #: Choices of an algorithm that a communicator remembers.
 CHOICES = 4096
+#: What a rank is in where it waits for what is due between two calls; it has the sequence number
+#: of the call that follows.
+BETWEEN = "turn of the tags"
 
 _E = TypeVar("_E", bound=Execution)
 
@@ -169,6 +172,7 @@ class Link:
         """Note that a blocking call is over, unless it goes on after an interrupt."""
         if error is None and self.tracer is None:  # the usual case
             record.end = time.perf_counter()
+            self.tags.finish(record.sequence)
         elif error is None or not any(one.record is record for one in progress.active(self)):
             self.over(record, error)
 
@@ -177,9 +181,11 @@ class Link:
         if record.end:
             return
         record.end = time.perf_counter()
-        if error is not None:
+        if error is None:
+            if record.collective != BETWEEN:
+                self.tags.finish(record.sequence)
+        else:
             record.error = f"{type(error).__name__}: {error}"
-            self.tags.abandon(record.sequence)
             if record.step and isinstance(error, (MPI.Exception, PeerError, ShortMessageError)):
                 RECORDER.dump(self.settings.flight, record.error)
         if self.tracer is not None:
@@ -290,15 +296,13 @@ class Link:
     def again(
         self, plan: Plan, execution: PersistentExecution | DeviceExecution, record: Record
     ) -> progress.Course:
-        """Yield what runs a prepared plan once more."""
+        """Yield what runs a prepared plan once more; its lane has noted the caller's work."""
         try:
             if execution.fault is not None:
                 execution.fault.with_traceback(None)  # lest each run adds to it
             execution.begin(record)
             plan.describe(record)
-            if plan.lane is not None:
-                plan.lane.again()
-            elif execution.failed is None:
+            if plan.lane is None and execution.failed is None:
                 plan.load()
         except BaseException as error:
             execution.begin(record)
@@ -351,7 +355,7 @@ class Link:
 
     def _wait_request(self, request: MPI.Request) -> None:
         """Wait for what is due between two calls, under the time limit."""
-        record = Record(self.identity, self.tags.sequence, "turn of the tags")
+        record = Record(self.identity, self.tags.sequence, BETWEEN)
         record.start = time.perf_counter()
         progress.Operation(self, record, _native(request)).wait(self.settings.timeout)
 

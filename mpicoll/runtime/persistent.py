@@ -21,7 +21,7 @@ class PersistentExecution(Execution):
     `begin` before each run but the first; `free` at the end.
     """
 
-    __slots__ = ("_prepared",)
+    __slots__ = ("_answers", "_prepared")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class PersistentExecution(Execution):
         """Bind a plan to a communicator and to scratch, and set its MPI requests up."""
         super().__init__(plan, comm, work, record, traced, fault)
         self._prepared: list[list[MPI.Prequest]] = []
+        self._answers: list[bool] = []
         try:
             for recvs, sends, _, _ in () if fault is not None else self._stages:
                 self._prepared.append([])
@@ -61,10 +62,22 @@ class PersistentExecution(Execution):
         start: Callable[[Any], None] = MPI.Prequest.Start
         self._requests += filterfalse(start, self._prepared[self._number])
 
+    def _post(self) -> None:
+        self._answers.clear()
+        super()._post()
+
+    # These requests do not become null, and to be asked again would cost them the statuses: so
+    # what MPI answers is kept in the moment that it does, as requests are by `post`.
+
+    def _wait(self) -> None:
+        self._answers[:] = map(MPI.Request.Waitall, [self._requests], [self._statuses])
+
+    def _test(self) -> bool:
+        self._answers[:] = map(MPI.Request.Testall, [self._requests], [self._statuses])
+        return self._answers[0]
+
     def _seems_complete(self) -> bool:
-        # These requests do not become null. Where nothing is received MPI may be asked again.
-        recvs = self._stages[self._number].recvs
-        return bool(recvs) and self._statuses[0].source >= 0
+        return True in self._answers
 
     def pending(self) -> tuple[int, ...]:
         """Return the peers of this step.

@@ -230,7 +230,11 @@ ACTIVE: list[Operation] = []
 
 
 def launch(operation: Operation) -> None:
-    """Start an operation and leave it to whoever drives."""
+    """Start an operation and leave it to whoever drives.
+
+    What interrupts this leaves it to them too, or not begun; its request says which one it is,
+    and starts it by any wait or test.
+    """
     try:
         try:
             # First by this thread alone: what is wrong with the arguments is known before it
@@ -242,17 +246,10 @@ def launch(operation: Operation) -> None:
                 ACTIVE.append(operation)
         if operation.link.threaded:
             _THREAD.wake()
-    except MPI.Exception:
-        discard(operation)  # nothing can be posted any more
+    except MPI.Exception as error:
+        operation.end(error)  # nothing can be posted any more
+        discard(operation)
         raise
-    except BaseException:
-        if operation.record.form == "persistent":
-            BEGUN.append(operation)
-        raise
-
-
-#: The run of a persistent plan whose start was interrupted, for its request.
-BEGUN: list[Operation] = []
 
 
 def keep(operation: Operation) -> None:

@@ -44,6 +44,8 @@ class Request:
     def __del__(self) -> None:
         operation = getattr(self, "_operation", None)
         if operation is not None and not operation.done:
+            if not operation.link.poison:
+                progress.keep(operation)  # its start may have been interrupted
             warnings.warn(
                 f"a request was dropped before {operation.record.collective} "
                 f"#{operation.record.sequence}, started at {operation.record.site}, was complete",
@@ -220,14 +222,14 @@ class Prequest(Request):
 
     def __init__(
         self,
-        start: Callable[[], Operation],
+        begin: Callable[[], Operation],
         free: Callable[[], None],
         limit: float | None = None,
     ) -> None:
-        """Make a request from what starts it and what frees it."""
+        """Make a request from what makes the operation of a run, and what frees the plan."""
         super().__init__(None, limit)
         # Both hold the plan, and with it the caller's buffers.
-        self._begin: Callable[[], Operation] | None = start
+        self._begin: Callable[[], Operation] | None = begin
         self._release: Callable[[], None] | None = free
 
     def __bool__(self) -> bool:
@@ -235,18 +237,23 @@ class Prequest(Request):
         return self._release is not None
 
     def Start(self) -> None:
-        """Begin the collective once more; on all ranks. One that is active raises."""
+        """Begin the collective once more; on all ranks. One that is active raises.
+
+        One that an interrupt leaves active is under way and has to be waited for, else nothing
+        was begun.
+        """
         if self._begin is None:
             raise CallError(MPI.ERR_REQUEST, "this persistent collective was freed")
         if self._operation is not None:
             raise CallError(
                 MPI.ERR_REQUEST, "this persistent collective is active; wait for it first"
             )
+        # Known before it sends anything: an interrupt can not lose a run that others wait for.
+        operation = self._operation = self._begin()
         try:
-            self._operation = self._begin()
-        except BaseException:
-            if progress.BEGUN:  # it runs, and has to be waited for
-                self._operation = progress.BEGUN.pop()
+            progress.launch(operation)
+        except MPI.Exception:
+            self._operation = None
             raise
 
     @classmethod
@@ -272,8 +279,12 @@ class GeneralRequest(Request, MPI.Request):
     def __del__(self) -> None:
         operation = self.__dict__.get("_operation")
         super().__del__()
-        if operation is not None and not operation.done:
+        if operation is None or MPI.Is_finalized():
+            return
+        if not operation.done:
             operation.on_end = partial(_give_back, operation.on_end, MPI.Request(self))
+        else:
+            self._over()
 
     def _over(self) -> None:
         super()._over()

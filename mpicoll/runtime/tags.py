@@ -54,8 +54,8 @@ class Tags:
         """Use that many slots, a multiple of four."""
         self._quarter = max(1, slots // 4)
         self._slots = 4 * self._quarter
-        self._passed: MPI.Request | None = None
-        self._abandoned: list[int] = []
+        self._passed: list[MPI.Request] = []  # of each turn; the last may be under way
+        self._unfinished: set[int] = set()
 
     # -- calls ------------------------------------------------------------------------
 
@@ -65,8 +65,10 @@ class Tags:
         ``complete`` has to complete the calls in flight whose numbers it is given.
         """
         self.sequence += 1
-        if self.sequence % self._quarter == 0:
-            self._turn(self.sequence // self._quarter % 4, complete)
+        self._unfinished.add(self.sequence)
+        # One that was interrupted is done by the next call: the others wait for it.
+        while self.sequence >= self._quarter * (len(self._passed) + 1):
+            self._turn(len(self._passed) + 1, complete)
         return self.sequence
 
     def tag(self, sequence: int, code: int) -> int:
@@ -74,28 +76,32 @@ class Tags:
         slot = sequence % self._slots
         return slot if self._codes == 1 else slot * CODES + code
 
-    def abandon(self, sequence: int) -> None:
-        """Note a call that raised: messages of others to it may never be received."""
-        self._abandoned.append(sequence)
+    def finish(self, sequence: int) -> None:
+        """Note a call that has received all that it is sent.
 
-    def _turn(self, quarter: int, complete: Callable[[range], None]) -> None:
+        Messages of others to any other call, be it that it raised or that an interrupt kept it
+        from its beginning, may never be received.
+        """
+        self._unfinished.discard(sequence)
+
+    def _turn(self, number: int, complete: Callable[[range], None]) -> None:
         """Do what is due at the beginning of a quarter of the slots."""
-        if quarter % 2:  # the middle of a half: clean the other one
-            before = self.sequence - self._quarter
+        if number % 2:  # the middle of a half: clean the other one
+            before = (number - 1) * self._quarter
             complete(range(before - 2 * self._quarter, before))
             self.settle()  # all ranks have left the other half
-            for sequence in [one for one in self._abandoned if one < before]:
+            for sequence in [one for one in self._unfinished if one < before]:
                 self._clean(sequence)
-                self._abandoned.remove(sequence)
+                self._unfinished.discard(sequence)
         else:
             self.settle()  # all ranks have cleaned the half that begins
-        self._passed = self._hidden.Ibarrier()
+        # Made and noted in the same moment, as by `executor.post`.
+        self._passed += map(MPI.Comm.Ibarrier, [self._hidden])
 
     def settle(self) -> None:
         """Wait until all ranks have done what is due; collective, harmless the second time."""
-        passed, self._passed = self._passed, None
-        if passed is not None:
-            self._wait(passed)
+        if self._passed:
+            self._wait(self._passed[-1])
 
     def sweep(self) -> None:
         """Throw away every message that nobody received, before the end; collective.
@@ -109,7 +115,7 @@ class Tags:
                 message.Recv([bytearray(status.count), MPI.BYTE])
 
     def _clean(self, sequence: int) -> None:
-        """Throw away the messages that were sent to a call which raised."""
+        """Throw away the messages that were sent to a call which did not receive them."""
         status = MPI.Status()
         first = sequence % self._slots * self._codes
         for tag in range(first, first + self._codes):

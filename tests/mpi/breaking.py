@@ -252,7 +252,7 @@ def stops(seen: Seen, size: int, seed: int, most: int) -> None:
 
 
 def ends(seen: Seen, name: str, form: str, n: int, victim: int, step: int, kill: bool) -> None:
-    """Stop or kill a rank for good; the others end by themselves."""
+    """Stop or kill a rank for good; the others end by themselves. No step, no signal."""
     group = Group(seen, trap := Trap(), MPI.COMM_WORLD.size)
     if kill:
         trap.signal = signal.SIGKILL

@@ -21,7 +21,7 @@ RUNTIME = Path(mpicoll.__file__).parent / "runtime"
 #: argument does: these are of that part, and left out.
 PLANNING = {"choose", "open", "reopen", "exchange", "__init__"}
 #: Functions with which that part ends: at the start of these their callers are to blame.
-STARTS = {"run", "course", "again", "launch", "wait", "rounds"}
+STARTS = {"run", "course", "again", "launch", "next_sequence", "wait", "rounds"}
 #: Instructions behind which CPython looks for signals, in all of its versions.
 LOOKS = ("CALL", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "RESUME")
 

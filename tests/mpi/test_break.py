@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from breaking import ASK, DISAGREE, FORMS, LIMIT
+from breaking import ASK, DISAGREE, FORMS, LARGE, LIMIT, METHODS, SMALL
 from childjob import _PREFIXES, _ROOT, _YIELD, mpiexec
 from mpi4py import MPI
 
@@ -114,7 +114,7 @@ def _end(process: subprocess.Popen[str], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def jobs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks: Ranks
-) -> Iterator[dict[str, Future[Ended]]]:
+) -> Iterator[dict[str, Future[Any]]]:
     """The jobs of the tests that were chosen, all under way."""
     if not ALONE:
         yield {}
@@ -126,26 +126,54 @@ def jobs(
         for item in request.session.items
         if item.path == Path(__file__)
     }
-    with ThreadPoolExecutor(JOBS) as pool:
+    # With all cases the many ranks of one job leave no core to another.
+    with ThreadPoolExecutor(1 if full else JOBS) as pool:
         yield {
-            name: pool.submit(job, folder / name.replace(" ", "-"), **options)
-            for name, options in _wanted(full, ranks.seed).items()
-            if name in wanted
+            name: pool.submit(run, folder / name.replace(" ", "-"), **options)
+            for name, (run, options) in _wanted(full, ranks.seed).items()
+            if any(f"{name} ".startswith(f"{one} ") for one in wanted)
         }
 
 
-def _wanted(full: bool, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the arguments of `job` for each of the jobs, in the order of the tests."""
-    found: dict[str, dict[str, Any]] = {}
+def killed(folder: Path, size: int, steps: list[int], case: dict[str, Any]) -> list[Ended]:
+    """Kill a rank before one step, in a job for each of the ``steps`` that the call has."""
+    folder.mkdir()
+    # The launcher of MPICH lets the others live, if it is asked to.
+    options = ("-disable-auto-cleanup",) if HYDRA else ()
+    found: list[Ended] = []
+    for step in steps:
+        arguments = {**case, "step": step, "kill": True}
+        found.append(job(folder / str(step), size, "ends", arguments, options=options))
+        if found[-1].status == 0:  # nobody was killed, since there is no such step
+            break
+    return found
+
+
+def _wanted(full: bool, seed: int) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Return what runs each of the jobs, and with what, in the order of the tests."""
+    found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
 
     def add(name: str, size: int, arguments: Any = None, **more: Any) -> None:
         scene = name.split()[0]
-        found[name] = {"size": size, "scene": scene, "arguments": arguments, **more}
+        found[name] = job, {"size": size, "scene": scene, "arguments": arguments, **more}
 
-    for size, world, most in STOPS:
+    for size, most in STOPS:
+        world = _ranks(size, full)
         limit = 86400.0 if full else 60 + CASE * most * size / world
         cases = {"size": size, "seed": seed, "most": 0 if full else most}
         add(f"stops {size}", world, cases, limit=limit)
+    for size in SIZES:
+        for number, name in enumerate(METHODS):
+            case = {
+                "name": name,
+                "form": FORMS[(number + size // 2) % len(FORMS)],
+                "n": (SMALL, LARGE)[(number + size // 4) % 2],
+                "victim": (number + seed) % size,
+            }
+            if full or number == (seed + size) % len(METHODS):
+                steps = [*range(1000)] if full else [seed // size % 2]
+                arguments = {"size": size, "steps": steps, "case": case}
+                found[f"kills {size} {name}"] = killed, arguments
     for size, kill, alone in ENDS:
         # Rank 1 is in the middle of a call that all depend on.
         case = {"name": "Allreduce", "form": "blocking", "n": 3, "victim": 1, "step": 1}
@@ -161,21 +189,26 @@ def _wanted(full: bool, seed: int) -> dict[str, dict[str, Any]]:
 
 
 SIZES = (2, 4, 8)
-#: Ranks of a group, ranks of the job, and how many of the cases are tried.
-STOPS = ((2, 8, 28), (4, 8, 16), (8, 8, 8))
+#: Ranks of a group, and how many of the cases are tried, unless all are.
+STOPS = ((2, 28), (4, 16), (8, 8))
 #: Number of ranks, whether one is killed or stopped, and whether the launcher is asked to let
 #: it pass, which that of MPICH does at times.
 ENDS = [(2, False, False), (8, False, False), (2, True, False), (4, True, True)]
 HYDRA = MPI.get_vendor()[0] in ("MPICH", "Intel MPI")
 
 
-@pytest.mark.parametrize("name", [f"stops {size}" for size, _, _ in STOPS])
-def test_a_rank_that_stops(jobs: dict[str, Future[Ended]], name: str) -> None:
+def _ranks(size: int, full: bool) -> int:
+    """Return how many ranks go through cases in groups of ``size``; they mostly wait."""
+    return 4 * size if full else 8
+
+
+@pytest.mark.parametrize("name", [f"stops {size}" for size, _ in STOPS])
+def test_a_rank_that_stops(jobs: dict[str, Future[Ended]], name: str, full: bool) -> None:
     """Every other rank gets CollectiveTimeout that names it, and other communicators work."""
     if not ALONE:
         return
     done = jobs[name].result()
-    assert len(done.of(end=True)) == 8, done.err
+    assert len(done.of(end=True)) == _ranks(int(name.split()[1]), full), done.err
     assert done.status != 0  # a communicator was poisoned, so the job ends by Abort
     cases = done.of(after=True)
     assert len(cases) >= int(name.split()[1])
@@ -206,6 +239,29 @@ def test_a_rank_that_does_not_come_back(jobs: dict[str, Future[Ended]], name: st
         assert line["silent"] == [1] or (kill == "True" and 1 in line["silent"]), line
         assert "not heard from: rank" in line["text"]
         assert "it waits for rank" in line["text"]
+
+
+@pytest.mark.parametrize("name", [f"kills {size}" for size in SIZES])
+def test_a_rank_that_is_killed(
+    jobs: dict[str, Future[list[Ended]]], name: str, full: bool
+) -> None:
+    """Before any step of any method the job ends; who lives long enough is told who is missing."""
+    if not ALONE:
+        return
+    of_methods = {key: one.result() for key, one in jobs.items() if key.startswith(f"{name} ")}
+    assert len(of_methods) == (len(METHODS) if full else 1)
+    for key, done in of_methods.items():
+        if full:
+            *done, whole = done
+            assert (whole.status, len(whole.of(end=True))) == (0, int(name.split()[1]))
+            assert {line["error"] for line in whole.of(stops=False)} == {""}
+        assert done, key
+        for one in done:
+            assert one.status != 0, (key, one)
+            for line in one.of(stops=False):
+                assert line["error"] == "CollectiveTimeout", (key, line)
+                assert line["victim"] in line["silent"], (key, line)
+                assert line["seconds"] < CASE, line
 
 
 @pytest.mark.parametrize("name", [f"disagree {size}" for size in SIZES])

@@ -170,6 +170,40 @@ def _interrupted(
     return hits[victim]
 
 
+@pytest.mark.parametrize("slots", [4, 8])
+def test_an_interrupt_between_two_calls(slots: int, world: Comm, ranks: Ranks) -> None:
+    """A rank that is kept from a call still does its part in the turns of the tags.
+
+    What was sent to it is thrown away before its tag comes round.
+    """
+    victim = ranks.size - 1
+    place, hit = 0, True
+    while hit:
+        comm = Comm(MPI.Intracomm(world).Dup(), timeout=60)
+        comm._link.tags.divide(slots)
+        out = np.empty(comm.size)
+        for number in range(3 * slots):
+            turn = number == slots + 1
+            data = np.full(3, float(number))
+            error: BaseException | None = None
+            begin = {"next_sequence"} if turn and comm.rank == victim else set()
+            with Interrupts(place, {"tags.py"}, begin) as interrupts:
+                try:
+                    comm.Bcast(data, algorithm="binomial")  # whose last rank sends nothing
+                except Interrupted as caught:
+                    error = caught
+            assert (error is not None) == interrupts.hit
+            assert comm.rank or (data == number).all()
+            if turn:
+                hit = any(ranks.comm.allgather(interrupts.hit))
+            comm.Allgather(np.array([float(number + comm.rank)]), out)
+            assert (out == np.arange(comm.size) + number).all()
+        assert not comm._link.hidden.Iprobe()
+        comm.Free()
+        place += 1
+    assert place > 2
+
+
 # -- out of memory ---------------------------------------------------------------------------
 
 
