@@ -204,6 +204,7 @@ class Group:
         def both() -> None:
             call(comm, name, form, n)
             self.trap.spring()
+            self.trap.fatal = -1
             comm.Barrier()  # nobody leaves it before all are in it
 
         meet(self.plain)
