@@ -111,7 +111,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
         begin = getattr(MPI.Topocomm, f"I{name[:1].lower()}{name[1:]}", None)
         if link.settings.timeout is None or begin is None or name[0].islower():
             return native(self, *args, **keywords)
-        link.wait_native(name, begin(self, *args, **keywords), link.settings.timeout)
+        link.wait_native(name, lambda: begin(self, *args, **keywords), link.settings.timeout)
         return None
 
     # -- constructors -----------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from operator import index
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
 
@@ -26,7 +27,7 @@ from mpicoll.runtime.link import Link, attach
 from mpicoll.runtime.opened import Opened
 from mpicoll.runtime.operators import operator_name
 from mpicoll.runtime.plan import Plan
-from mpicoll.runtime.requests import Prequest, Request, request_for
+from mpicoll.runtime.requests import Prequest, Request, persistent_for, request_for
 from mpicoll.runtime.stats import Stats
 from mpicoll.runtime.tags import code_of
 from mpicoll.schedule.ir import Call
@@ -106,8 +107,8 @@ def forms(
 
     def blocking(self: Base, *args: Any, **options: Any) -> None:
         link = self._link
-        opened = link.open(collective)
         time_limit, fault = _limit(link, options)
+        opened = link.open(collective)
         if link.plain and time_limit is None and not progress.ACTIVE:
             # The usual case, without what the others need. It does what `_course` does.
             try:
@@ -117,6 +118,11 @@ def forms(
                     link.closed(opened.record, None)
                     return
             except BaseException as error:
+                make = partial(plan, self, opened, args, options, fault)
+                if not link.has_begun(opened.record) and not _refuses(make):
+                    course = self._course(make, name, opened, {}, error)
+                    progress.keep(progress.Operation(link, opened.record, course, told=True))
+                    raise
                 raised = place(error, name, self._rank_for_errors())
                 opened.release()
                 link.closed(opened.record, raised)
@@ -131,15 +137,20 @@ def forms(
 
     def nonblocking(self: Base, *args: Any, **options: Any) -> Request:
         link = self._link
-        opened = link.open(collective, "non-blocking")
         time_limit, fault = _limit(link, options)
+        opened = link.open(collective, "non-blocking")
         given = _given(planner, args, options) if link.settings.check else {}
         course = self._course(
             lambda: plan(self, opened, args, options, fault), f"I{collective}", opened, given
         )
         operation = progress.Operation(link, opened.record, course)
-        request = request_for(operation, time_limit)
-        progress.launch(operation)
+        try:
+            request = request_for(operation, time_limit)
+            progress.launch(operation, time_limit)
+        except BaseException:
+            operation.left = True
+            progress.keep(operation)
+            raise
         if operation.error is not None and not operation.begun:
             request.Free()
             raise operation.error  # refused: nothing was started
@@ -149,8 +160,8 @@ def forms(
         args = args[:-1] if args and isinstance(args[-1], MPI.Info) else args
         options.pop("info", None)
         link = self._link
-        opened = link.open(collective, "persistent")
         time_limit, fault = _limit(link, options)
+        opened = link.open(collective, "persistent")
         given = _given(planner, args, options) if link.settings.check else {}
         return self._prepare(
             lambda: plan(self, opened, args, options, fault),
@@ -297,12 +308,16 @@ class Base:
         name: str,
         opened: Opened,
         given: dict[str, str],
+        fault: BaseException | None = None,
     ) -> progress.Course:
-        """Yield all that a call has to run, from its planning to its end."""
+        """Yield all that a call has to run, from its planning to its end.
+
+        With ``fault`` it does nothing but tell the others, who wait for it.
+        """
         link = opened.link
         try:
-            plan = yield from _planned(link, make, opened, given)
-            yield from link.course(plan, opened.record)
+            plan, late = yield from _planned(link, make, opened, given)
+            yield from link.course(plan, opened.record, fault or late)
         except Exception as error:
             raised = place(error, name, self._rank_for_errors())
             raise raised.with_traceback(error.__traceback__) from None
@@ -324,7 +339,10 @@ class Base:
 
         def planning() -> progress.Course:
             try:
-                plans.append((yield from _planned(link, make, opened, given)))
+                plan, late = yield from _planned(link, make, opened, given)
+                if late is not None:
+                    raise late
+                plans.append(plan)
             except Exception as error:
                 link.tags.give_plan(tag)
                 opened.release()
@@ -352,7 +370,7 @@ class Base:
             opened.release()
             link.tags.give_plan(tag)
 
-        return Prequest(begin, free, time_limit)
+        return persistent_for(begin, free, time_limit)
 
     def _agree(self, own: int, opened: Opened) -> Generator[Execution, None, tuple[int, ...]]:
         """Return the numbers that all ranks pass, in rank order."""
@@ -368,9 +386,45 @@ class Base:
 
 def _planned(
     link: Link, make: Callable[[], Planning], opened: Opened, given: dict[str, str]
-) -> Generator[Execution, None, Plan]:
-    """Yield what has to run before there is a plan, and return the plan."""
+) -> Generator[Execution, None, tuple[Plan, BaseException | None]]:
+    """Yield what has to run before there is a plan, and return the plan.
+
+    An error in the arguments is raised. With the plan comes what was raised on the way to it by
+    anything else, such as a handler of signals: the other ranks know of no error.
+    """
     if link.settings.check:
-        return (yield from agreement.checked(link, opened, given, make))
+        return (yield from agreement.checked(link, opened, given, make)), None
+    fault: BaseException | None = None
+    try:
+        found = _begun(make)
+    except BaseException as error:
+        if _refuses(make):
+            raise
+        found, fault = _begun(make), error
+    if isinstance(found, Plan):
+        return found, fault
+    first, rest = found
+    yield first
+    return (yield from rest), fault
+
+
+def _begun(
+    make: Callable[[], Planning],
+) -> Plan | tuple[Execution, Generator[Execution, None, Plan]]:
+    """Return what a planner makes: a plan, or what has to run before it and the planner's rest."""
     planned = make()
-    return planned if isinstance(planned, Plan) else (yield from planned)
+    if isinstance(planned, Plan):
+        return planned
+    try:
+        return next(planned), planned
+    except StopIteration as stop:
+        return cast(Plan, stop.value)
+
+
+def _refuses(make: Callable[[], Planning]) -> bool:
+    """Whether a planner that has raised an error does so again: then its arguments are wrong."""
+    try:
+        _begun(make)
+    except BaseException:
+        return True
+    return False

@@ -46,7 +46,8 @@ def checked(
     ``given`` are the arguments that must be equal. An error of ``make`` is raised here on
     this rank, and as MismatchError on the others.
     """
-    plan, error = None, None
+    plan: Plan | None = None
+    error: BaseException | None = None
     planning: Generator[Execution, None, Plan] | None = None
     waiting: Execution | None = None
     try:
@@ -57,7 +58,7 @@ def checked(
             planning, waiting = planned, next(planned)
     except StopIteration as stop:
         plan = stop.value
-    except Exception as caught:
+    except BaseException as caught:  # an interrupt, too: the others wait for what comes next
         error = caught
     yield from _compare(link, opened, 1, given, error)
     while planning is not None and waiting is not None:
@@ -66,7 +67,7 @@ def checked(
             waiting = next(planning)
         except StopIteration as stop:
             plan, waiting = stop.value, None
-        except Exception as caught:
+        except BaseException as caught:
             error, waiting = caught, None
     yield from _compare(link, opened, 2, {} if plan is None else _claim(plan), error)
     assert plan is not None
@@ -88,7 +89,7 @@ def _claim(plan: Plan) -> Claim:
 
 
 def _compare(
-    link: Link, opened: Opened, stage: int, claim: Claim, error: Exception | None
+    link: Link, opened: Opened, stage: int, claim: Claim, error: BaseException | None
 ) -> Generator[Execution, None, None]:
     """Show a claim to all ranks; raise where they differ, or one of them has an error."""
     short = {name: _plain(value)[:VALUE] for name, value in claim.items()}

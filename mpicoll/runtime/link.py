@@ -11,13 +11,14 @@ import os
 import time
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.algorithms import Algorithm
-from mpicoll.errors import PeerError, PoisonedError, SettingError, ShortMessageError
+from mpicoll.errors import MismatchError, PoisonedError, SettingError
 from mpicoll.runtime import ending, progress, staging, watchdog
 from mpicoll.runtime.device_run import DeviceExecution, Direct, Staged, rounds
 from mpicoll.runtime.executor import Bytes, Execution, Native, compiled
@@ -50,7 +51,8 @@ class Link:
 
     ``watched`` is set once a time limit was in force: from then on every call looks
     whether another rank has run into its limit. ``poison`` is why the communicator can not
-    be used any more, "" while it can. ``threaded`` says whether the progress thread drives
+    be used any more, "" while it can; ``asked`` whether this rank has asked the others why.
+    ``threaded`` says whether the progress thread drives
     its operations, ``plain`` whether a blocking call may simply wait inside MPI.
     """
 
@@ -63,6 +65,7 @@ class Link:
         self.stats = Stats()
         self.watched = False
         self.poison = ""
+        self.asked = False
         self.next_look = 0.0
         self.states: dict[int, watchdog.State] = {}
         self.expired: list[int] = []
@@ -173,7 +176,7 @@ class Link:
         if error is None and self.tracer is None:  # the usual case
             record.end = time.perf_counter()
             self.tags.finish(record.sequence)
-        elif error is None or not any(one.record is record for one in progress.active(self)):
+        elif error is None or not self._in_flight(record):
             self.over(record, error)
 
     def over(self, record: Record, error: BaseException | None) -> None:
@@ -186,7 +189,7 @@ class Link:
                 self.tags.finish(record.sequence)
         else:
             record.error = f"{type(error).__name__}: {error}"
-            if record.step and isinstance(error, (MPI.Exception, PeerError, ShortMessageError)):
+            if record.step and _is_fault(error):
                 RECORDER.dump(self.settings.flight, record.error)
         if self.tracer is not None:
             self.tracer.add(record)
@@ -239,6 +242,13 @@ class Link:
             raise
         self._over(plan, execution)
 
+    def has_begun(self, record: Record) -> bool:
+        """Whether anything of a call has run, or is left to whoever drives."""
+        return bool(record.algorithm) or self._in_flight(record)
+
+    def _in_flight(self, record: Record) -> bool:
+        return any(one.record is record for one in progress.active(self))
+
     def _rest(self, plan: Plan, execution: Execution) -> progress.Course:
         """Yield what goes on when the call has been left."""
         yield execution
@@ -259,10 +269,17 @@ class Link:
         kind = Execution if plan.lane is None else Staged
         return kind(plan, self.hidden, EMPTY, record, self._traces, fault)
 
-    def course(self, plan: Plan, record: Record) -> progress.Course:
-        """Yield what runs a plan, and do what is to be done before and after it."""
+    def course(
+        self, plan: Plan, record: Record, fault: BaseException | None = None
+    ) -> progress.Course:
+        """Yield what runs a plan, and do what is to be done before and after it.
+
+        With ``fault`` the run does nothing but tell the others.
+        """
         if plan.lane is not None:
             try:
+                if fault is not None:
+                    raise fault
                 bound: Execution = self._prepared(plan, record, Execution)
                 plan.describe(record)
                 steps = rounds(plan.lane, bound, plan.loads, plan.finish)
@@ -274,6 +291,8 @@ class Link:
             return
         work = EMPTY
         try:
+            if fault is not None:
+                raise fault
             execution, work = self._bound(plan, record)
             plan.describe(record)
         except BaseException as error:
@@ -347,11 +366,13 @@ class Link:
     def _traces(self) -> bool:
         return self.tracer is not None
 
-    def wait_native(self, name: str, request: MPI.Request, limit: float | None) -> None:
-        """Wait for a non-blocking call of the MPI's own under a time limit."""
+    def wait_native(
+        self, name: str, begin: Callable[[], MPI.Request], limit: float | None
+    ) -> None:
+        """Begin a non-blocking call of the MPI's own, and wait for it under a time limit."""
         record = self.open(name).record
         record.algorithm = "native"
-        progress.Operation(self, record, _native(request)).wait(limit)
+        progress.Operation(self, record, _native(begin())).wait(limit)
 
     def _wait_request(self, request: MPI.Request) -> None:
         """Wait for what is due between two calls, under the time limit."""
@@ -365,7 +386,7 @@ class Link:
         Without a limit: others may still save what they have.
         """
         if self.watched:
-            self.wait_native("finalize", self.hidden.Ibarrier(), None)
+            self.wait_native("finalize", self.hidden.Ibarrier, None)
 
     def free(self) -> None:
         """Free the duplicate; collective, harmless the second time.
@@ -375,6 +396,7 @@ class Link:
         if self.freed or MPI.Is_finalized() or self.poison:
             return  # a poisoned link stays among the links: the end of the process asks for it
         self._complete()
+        self.tags.catch_up(self._complete)
         self.tags.settle()
         self.tags.sweep()
         ending.LINKS.remove(self)
@@ -382,6 +404,11 @@ class Link:
             watchdog.WATCHED.remove(self)
         RECORDER.leave(self.identity)
         self.hidden.Free()
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether an error is worth a dump: no interrupt, and not of all ranks before they began."""
+    return isinstance(error, Exception) and not isinstance(error, MismatchError)
 
 
 def _native(request: MPI.Request) -> progress.Course:

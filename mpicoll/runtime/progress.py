@@ -39,21 +39,22 @@ class Operation:
     ``error`` is what it raised, once it is ``done``; ``begun`` says whether it came as far
     as a message; ``on_end`` is called when it is done. Its buffers stay alive with it.
 
-    Blocking calls on its communicator that an interrupt has left come before it: nobody has a
-    request of those, and their buffers are likely to be those of this one. So does an earlier
-    run of the same persistent plan, whose start was interrupted.
+    Calls on its communicator that an interrupt has ``left`` without a request come before it:
+    their buffers are likely to be those of this one. So does an earlier run of the same
+    persistent plan, whose start was interrupted.
     """
 
     __slots__ = (
+        "_before",
         "_busy",
         "_course",
         "_execution",
-        "_left",
         "_told",
         "begun",
         "deadline",
         "done",
         "error",
+        "left",
         "link",
         "on_end",
         "record",
@@ -66,14 +67,14 @@ class Operation:
         """
         self.link = link
         self.record = record
-        self.begun = self.done = False
+        self.begun = self.done = self.left = False
         self.error: BaseException | None = None
         self.deadline: float | None = None
         self.on_end: Callable[[], None] | None = None
         self._course = course
         self._execution: Execution | None = None
         self._busy = threading.Lock()
-        self._left = [one for one in active(link) if _before(one.record, record)] if ACTIVE else []
+        self._before = [one for one in active(link) if one.precedes(record)] if ACTIVE else []
         self._told = told
 
     def advance(self, begin: bool = False) -> bool:
@@ -98,11 +99,18 @@ class Operation:
 
     def _come(self) -> bool:
         """Return whether the turn of this call has come."""
-        while self._left:
-            if not self._left[0].advance():
+        while self._before:
+            if not self._before[0].advance():
                 return False
-            self._left.pop(0)
+            self._before.pop(0)
         return True
+
+    def precedes(self, record: Record) -> bool:
+        """Whether this call in flight has to be over before that of ``record`` begins."""
+        if self.record.form == "persistent":
+            mine = (self.record.form, self.record.sequence)
+            return (record.form, record.sequence) == mine
+        return self.left or self.record.form == "blocking"
 
     def finish(self) -> None:
         """Run to the end, waiting inside MPI; for a call that nothing else depends on."""
@@ -141,8 +149,19 @@ class Operation:
             self.on_end()
 
     def pending(self) -> tuple[int, ...]:
-        """Return the ranks whose messages the present step waits for."""
-        return self._execution.pending() if self._execution is not None else ()
+        """Return the ranks whose messages the present step waits for.
+
+        While another thread is at it, and its requests may change, those that it receives from.
+        """
+        taken: list[bool] = []
+        try:
+            taken += map(self._busy.acquire, (False,))
+            if not taken[0]:
+                return self.record.waits
+            return self._execution.pending() if self._execution is not None else ()
+        finally:
+            if True in taken:
+                self._busy.release()
 
     def wait(self, limit: float | None = None) -> None:
         """Wait until it is done, driving the others too; raise what it raised.
@@ -178,7 +197,7 @@ class Operation:
 
     def come(self, limit: float | None = None) -> None:
         """Wait for the calls before this one."""
-        for one in [*self._left]:
+        for one in [*self._before]:
             one.hold_to(limit)
             try:
                 await_(one.advance, one.watch)
@@ -207,13 +226,6 @@ class Operation:
             watchdog.watch(self)
 
 
-def _before(first: Record, record: Record) -> bool:
-    """Whether a call in flight has to be over before that of ``record`` begins."""
-    if first.form == "persistent":
-        return (record.form, record.sequence) == (first.form, first.sequence)
-    return first.form == "blocking"
-
-
 def await_(done: Callable[[], bool], watch: Callable[[], None]) -> None:
     """Wait until ``done()``; drive all operations and call ``watch`` meanwhile."""
     start = time.perf_counter()
@@ -229,24 +241,24 @@ def await_(done: Callable[[], bool], watch: Callable[[], None]) -> None:
 ACTIVE: list[Operation] = []
 
 
-def launch(operation: Operation) -> None:
+def launch(operation: Operation, limit: float | None = None) -> None:
     """Start an operation and leave it to whoever drives.
 
-    What interrupts this leaves it to them too, or not begun; its request says which one it is,
-    and starts it by any wait or test.
+    What interrupts this leaves it to them too, or not begun; any wait or test then begins it.
+    ``limit`` are seconds for calls that come before it.
     """
     try:
         try:
             # First by this thread alone: what is wrong with the arguments is known before it
             # returns. In advancing, MPI may copy for long; the progress thread does that.
-            operation.come()
+            operation.come(limit)
             operation.advance(begin=operation.link.threaded)
         finally:
             if not operation.done:
                 ACTIVE.append(operation)
         if operation.link.threaded:
             _THREAD.wake()
-    except MPI.Exception as error:
+    except (CollectiveTimeout, MPI.Exception) as error:
         operation.end(error)  # nothing can be posted any more
         discard(operation)
         raise
@@ -258,6 +270,15 @@ def keep(operation: Operation) -> None:
         ACTIVE.append(operation)
     if operation.link.threaded:
         _THREAD.wake()
+
+
+def adopt(operation: Operation) -> None:
+    """Take over an operation whose request was dropped; whoever calls next drives it.
+
+    Dropped perhaps by the garbage collector, inside of anything: no lock may be taken.
+    """
+    if operation not in ACTIVE and not operation.link.poison:
+        ACTIVE.append(operation)
 
 
 def discard(operation: Operation) -> None:

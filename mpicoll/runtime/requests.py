@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from mpi4py import MPI
 
+from mpicoll.errors import CollectiveTimeout
 from mpicoll.runtime import progress
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.progress import Operation
@@ -26,7 +27,8 @@ class Request:
 
     mpi4py's own ``MPI.Request.Waitall`` and its kin hand C handles to the MPI and can not
     drive what runs in Python: on a communicator with ``progress="thread"`` the requests of
-    ``I…`` methods work there too, elsewhere TypeError is raised.
+    ``I…`` methods work there too, without a time limit; elsewhere, and for persistent
+    collectives, TypeError is raised.
     """
 
     _operation: Operation | None
@@ -39,13 +41,15 @@ class Request:
 
     def __bool__(self) -> bool:
         """Whether there is something that is not waited for yet, as in mpi4py."""
+        return self._is_active()
+
+    def _is_active(self) -> bool:
         return self._operation is not None
 
     def __del__(self) -> None:
         operation = getattr(self, "_operation", None)
         if operation is not None and not operation.done:
-            if not operation.link.poison:
-                progress.keep(operation)  # its start may have been interrupted
+            progress.adopt(operation)  # its start may have been interrupted
             warnings.warn(
                 f"a request was dropped before {operation.record.collective} "
                 f"#{operation.record.sequence}, started at {operation.record.site}, was complete",
@@ -97,12 +101,17 @@ class Request:
         return self.Test(status), None
 
     def Get_status(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the collective is complete; the request stays as it is."""
+        """Return whether the collective is complete, and drive it; the request stays as it is.
+
+        CollectiveTimeout is raised as by `Wait`.
+        """
         progress.progress()
-        done = self._operation is None or self._operation.done
-        if done:
-            _empty(status)
-        return done
+        operation = self._operation
+        if operation is not None and not operation.advance():
+            self._watch()
+            return False
+        _empty(status)
+        return True
 
     def Cancel(self) -> None:
         """Raise: MPI allows no collective to be cancelled."""
@@ -134,11 +143,22 @@ class Request:
     def Waitall(
         cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None
     ) -> Literal[True]:
-        """Wait until all are complete; raise the first error, after all are."""
+        """Wait until all are complete; raise the first error, after all are.
+
+        The time limits of all count from now on.
+        """
         errors = []
+        ours = [request for request in requests if isinstance(request, Request)]
+
+        def watch() -> None:
+            for one in ours:
+                one._watch()
+
+        for one in ours:
+            one._hold()
         for number, request in enumerate(requests):
             try:
-                _waited(request, _status(statuses, number))
+                _waited(request, _status(statuses, number), watch)
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -149,9 +169,8 @@ class Request:
     def Testall(cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None) -> bool:
         """Return whether all are complete; if not, none of them is given up."""
         ours = [request for request in requests if isinstance(request, Request)]
-        if not all(request.Get_status() for request in ours):
-            for one in ours:
-                one._watch()
+        done = [request.Get_status() for request in ours]  # each is driven, and watched
+        if not all(done):
             return False
         others = [request for request in requests if not isinstance(request, Request)]
         found: list[MPI.Status] = [MPI.Status() for _ in others]
@@ -206,10 +225,15 @@ class Request:
         """Wait for all and return their objects; a collective has None."""
         return [request.wait(_status(statuses, number)) for number, request in enumerate(requests)]
 
-    def _watch(self) -> None:
-        """Look at the time limit of a test that said no."""
+    def _hold(self) -> None:
+        """Let its time limit run from now on, unless it runs already."""
         if self._operation is not None:
             self._operation.hold_to(self._limit)
+
+    def _watch(self) -> None:
+        """Look at the time limit, if it is not complete."""
+        self._hold()
+        if self._operation is not None and not self._operation.done:
             self._operation.watch()
 
 
@@ -251,8 +275,8 @@ class Prequest(Request):
         # Known before it sends anything: an interrupt can not lose a run that others wait for.
         operation = self._operation = self._begin()
         try:
-            progress.launch(operation)
-        except MPI.Exception:
+            progress.launch(operation, self._limit)
+        except (CollectiveTimeout, MPI.Exception):
             self._operation = None
             raise
 
@@ -281,10 +305,14 @@ class GeneralRequest(Request, MPI.Request):
         super().__del__()
         if operation is None or MPI.Is_finalized():
             return
-        if not operation.done:
-            operation.on_end = partial(_give_back, operation.on_end, MPI.Request(self))
-        else:
-            self._over()
+        request = MPI.Request(self)
+        operation.on_end = partial(_give_back, operation.on_end, request)
+        if operation.done:
+            with contextlib.suppress(MPI.Exception):
+                request.Test()
+
+    def _is_active(self) -> bool:
+        return super()._is_active() and MPI.Request.__bool__(self)
 
     def _over(self) -> None:
         super()._over()
@@ -319,20 +347,20 @@ def _status(statuses: list[MPI.Status] | None, number: int) -> MPI.Status | None
 
 def _is_active(request: _Any) -> bool:
     if isinstance(request, Request):
-        return request._operation is not None
+        return request._is_active()
     return request != MPI.REQUEST_NULL
 
 
-def _waited(request: _Any, status: MPI.Status | None) -> None:
-    """Wait for one request while all operations are driven."""
+def _waited(request: _Any, status: MPI.Status | None, watch: Callable[[], None]) -> None:
+    """Wait for one request while all operations are driven and some are watched."""
     if isinstance(request, Request) or not progress.active():
         request.Wait(status)
         return
-    progress.await_(lambda: request.Test(status), _unwatched)
+    progress.await_(lambda: request.Test(status), watch)
 
 
 def _unwatched() -> None:
-    """Watch nothing: a request of mpi4py has no time limit."""
+    """Watch nothing: that is done by each test."""
 
 
 _Answer = TypeVar("_Answer")
@@ -394,5 +422,15 @@ def _cancel(completed: bool) -> None:
         raise MPI.Exception(MPI.ERR_REQUEST)
 
 
+def persistent_for(
+    begin: Callable[[], Operation], free: Callable[[], None], limit: float | None
+) -> Prequest:
+    """Return the request of a persistent plan."""
+    return _DrivenPlan(begin, free, limit)
+
+
 # The name is what mpi4py says when it is given one: "Cannot convert … to mpi4py.MPI.Request".
 _Driven: type[Request] = type("Request, to be waited for by mpicoll.Request,", (Request,), {})
+_DrivenPlan: type[Prequest] = type(
+    "Prequest, to be started and waited for by mpicoll.Prequest,", (Prequest,), {}
+)

@@ -66,10 +66,16 @@ class Tags:
         """
         self.sequence += 1
         self._unfinished.add(self.sequence)
-        # One that was interrupted is done by the next call: the others wait for it.
+        self.catch_up(complete)
+        return self.sequence
+
+    def catch_up(self, complete: Callable[[range], None]) -> None:
+        """Do the turns that are due: one, and what an interrupt has kept this rank from.
+
+        The others wait for it.
+        """
         while self.sequence >= self._quarter * (len(self._passed) + 1):
             self._turn(len(self._passed) + 1, complete)
-        return self.sequence
 
     def tag(self, sequence: int, code: int) -> int:
         """Return the tag of a call for its messages of one kind; see `code_of`."""
@@ -90,9 +96,10 @@ class Tags:
             before = (number - 1) * self._quarter
             complete(range(before - 2 * self._quarter, before))
             self.settle()  # all ranks have left the other half
-            for sequence in [one for one in self._unfinished if one < before]:
-                self._clean(sequence)
-                self._unfinished.discard(sequence)
+            for sequence in list(self._unfinished):  # the progress thread takes some away
+                if sequence < before:
+                    self._clean(sequence)
+                    self._unfinished.discard(sequence)
         else:
             self.settle()  # all ranks have cleaned the half that begins
         # Made and noted in the same moment, as by `executor.post`.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
 
-from mpicoll.errors import CollectiveTimeout
+from mpicoll.errors import CollectiveTimeout, PoisonedError
 from mpicoll.runtime.flight import RECORDER
 from mpicoll.runtime.record import Record
 
@@ -119,6 +119,9 @@ def _tell(link: Link, kind: str, operation: Operation | None, to: list[int]) -> 
 def _expire(operation: Operation) -> NoReturn:
     """Ask the others, poison the communicator, and raise CollectiveTimeout."""
     link, record = operation.link, operation.record
+    if link.asked:  # and told of, for another call of this rank
+        raise PoisonedError(link.poison)
+    link.asked = True
     waits = operation.pending()
     record.waits = waits
     others = [rank for rank in range(link.size) if rank != link.rank]

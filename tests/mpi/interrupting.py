@@ -17,9 +17,9 @@ from typing import Any
 import mpicoll
 
 RUNTIME = Path(mpicoll.__file__).parent / "runtime"
-#: What runs once a call has its plan. Before, an interrupt refuses the call as a wrong
-#: argument does: these are of that part, and left out.
-PLANNING = {"choose", "open", "reopen", "exchange", "__init__"}
+#: What runs before a call has its plan, or while the ranks agree on what it needs; left out
+#: where the rest is tried.
+PLANNING = {"choose", "open", "reopen", "exchange", "__init__", "__del__"}
 #: Functions with which that part ends: at the start of these their callers are to blame.
 STARTS = {"run", "course", "again", "launch", "next_sequence", "wait", "rounds"}
 #: Instructions behind which CPython looks for signals, in all of its versions.
@@ -33,13 +33,19 @@ class Interrupted(Exception):
 class Interrupts:
     """Raises `Interrupted` at the place of number ``at``; ``seen`` are the places passed."""
 
-    def __init__(self, at: int, files: set[str], begin: set[str]) -> None:
-        """Count in files of the runtime, from the first call of a function in ``begin`` on."""
+    def __init__(
+        self, at: int, files: set[str], begin: set[str], planning: set[str] = PLANNING
+    ) -> None:
+        """Count in files of the runtime, from the first call of a function in ``begin`` on.
+
+        Those of ``planning`` are left out.
+        """
         self.at = at
         self.seen = 0
         self.where = ""
-        self._files = {str(RUNTIME / file) for file in files}
+        self._files = {str((RUNTIME / file).resolve()) for file in files}
         self._begin = begin
+        self._planning = planning
         self._begun = False
         self._last: dict[FrameType, int] = {}
         self._before: Any = None
@@ -64,7 +70,7 @@ class Interrupts:
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
         code = frame.f_code
-        if code.co_filename not in self._files or code.co_name in PLANNING:
+        if code.co_filename not in self._files or code.co_name in self._planning:
             return None
         self._begun = self._begun or code.co_name in self._begin
         if self._begun:

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from breaking import FORMS
-from interrupting import Interrupted, Interrupts
+from interrupting import PLANNING, Interrupted, Interrupts
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import Comm, PeerError
+from mpicoll import Comm, MismatchError, PeerError
 from mpicoll.algorithms import find
 from mpicoll.runtime import link as links
 from mpicoll.runtime import scratch
@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from harness import Ranks
 
 NOWHERE = 1 << 30
-FILES = {"executor.py", "link.py", "persistent.py", "plan.py", "progress.py", "scratch.py"}
+FILES = {
+    *("executor.py", "link.py", "persistent.py", "plan.py", "progress.py", "requests.py"),
+    "scratch.py",
+}
+#: Where a call is made into a plan; of base.py what is called there.
+PLANNERS = {
+    *("buffers.py", "datatypes.py", "opened.py", "operators.py", "plan.py", "products.py"),
+    *(f"../collectives/{name}.py" for name in ("base", "movement", "reductions", "sides")),
+    *("../selection/choose.py", "../selection/model.py"),
+}
 CASES = ("doubling", "ring", "mean", "packed", "alltoall")
 
 
@@ -61,13 +70,14 @@ class Collective(NamedTuple):
         return getattr(comm, f"{self.name}_init")(*self.arguments, **self.options)
 
     def run(self, comm: Comm, form: str, persistent: Any, requests: list[Any]) -> None:
-        """Run to the end; note the request that is waited for."""
+        """Run to the end; note the request that is waited for, and that it was started."""
         if form == "blocking":
             getattr(comm, self.name)(*self.arguments, **self.options)
             return
         if form == "persistent":
             requests.append(persistent)
             persistent.Start()
+            requests.append("started")
         else:
             method = getattr(comm, f"I{self.name.lower()}")
             requests.append(method(*self.arguments, **self.options))
@@ -118,7 +128,7 @@ def test_an_interrupt_at_every_place(
     if form == "blocking":
         begin = {"run"} if comm._link.plain else {"wait"}
     else:
-        begin = {"launch", "wait"}
+        begin = {"Start", "launch", "wait"}
     found = collective(case, comm)
     for victim in sorted({0, ranks.size - 1}):
         persistent = found.prepare(comm) if form == "persistent" else None
@@ -140,24 +150,27 @@ def _interrupted(
     ranks: Ranks,
     victim: int,
     files: set[str] = FILES,
+    planning: set[str] = PLANNING,
 ) -> bool:
     """Interrupt a call at a place, and run another; return whether the place was reached."""
     mine = ranks.rank == victim
     requests: list[Any] = []
     error: Exception | None = None
     found.clear()
-    with Interrupts(place if mine else NOWHERE, files, begin) as interrupts:
+    with Interrupts(place if mine else NOWHERE, files, begin, planning) as interrupts:
         try:
             found.run(comm, form, persistent, requests)
-        except (Interrupted, PeerError) as caught:
+        except (Interrupted, PeerError, MismatchError) as caught:
             error = caught
     whole = error is None
+    if requests == [persistent] and persistent._operation is None:
+        persistent.Start()  # nothing was begun
     if isinstance(error, Interrupted) and requests and requests[0]._operation is not None:
         requests[0].Wait()  # it goes on
         whole = True
     right = found.is_right()
     # One that was left has its buffers until the next call, which has the same output here.
-    other = found.once_more() if form == "blocking" else collective("ring", comm)
+    other = found.once_more()
     other.run(comm, "blocking", None, [])
     assert other.is_right(), interrupts.where
     assert right or not whole, (place, interrupts.where)
@@ -170,24 +183,53 @@ def _interrupted(
     return hits[victim]
 
 
-@pytest.mark.parametrize("slots", [4, 8])
-def test_an_interrupt_between_two_calls(slots: int, world: Comm, ranks: Ranks) -> None:
+@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("form", ["blocking", "non-blocking"])
+def test_an_interrupt_of_the_planner(
+    form: str, case: str, check: bool, comm: Comm, ranks: Ranks, full: bool
+) -> None:
+    """A call that has no plan yet keeps nobody waiting either."""
+    step = 3 * ranks.size if ranks.size > 2 and not full else 1
+    used = Comm(MPI.Intracomm(comm).Dup(), timeout=60, check=True) if check else comm
+    found = collective(case, used)
+    victim = ranks.size - 1
+    place = ranks.seed % step
+    between = {"_course", "_planned", "tag"}  # the rounds of an agreement
+    arguments = (found, form, None, {"plan"}, used, ranks, victim, PLANNERS, between)
+    while _interrupted(place, *arguments):  # type: ignore[arg-type]
+        place += step
+    assert place > 3
+    if check:
+        used.Free()
+
+
+@pytest.mark.parametrize("frees", [False, True], ids=["goes on", "frees"])
+@pytest.mark.parametrize(("slots", "first", "at"), [(4, 0, 5), (4, 1, 5), (8, 1, 9), (8, 1, 10)])
+def test_an_interrupt_between_two_calls(
+    slots: int, first: int, at: int, frees: bool, world: Comm, ranks: Ranks, full: bool
+) -> None:
     """A rank that is kept from a call still does its part in the turns of the tags.
 
-    What was sent to it is thrown away before its tag comes round.
+    What was sent to it is thrown away before its tag comes round. A turn is at the beginning of
+    a quarter of the slots, so of any call here or of every second one.
     """
     victim = ranks.size - 1
-    place, hit = 0, True
+    step = 3 * ranks.size if ranks.size > 2 and not full else 1
+    place, hit = ranks.seed % step, True
+    files = {"link.py", "progress.py", "tags.py"}
     while hit:
         comm = Comm(MPI.Intracomm(world).Dup(), timeout=60)
         comm._link.tags.divide(slots)
         out = np.empty(comm.size)
+        for _ in range(first):
+            comm.Barrier()
         for number in range(3 * slots):
-            turn = number == slots + 1
+            turn = number == at
             data = np.full(3, float(number))
             error: BaseException | None = None
             begin = {"next_sequence"} if turn and comm.rank == victim else set()
-            with Interrupts(place, {"tags.py"}, begin) as interrupts:
+            with Interrupts(place, files, begin) as interrupts:
                 try:
                     comm.Bcast(data, algorithm="binomial")  # whose last rank sends nothing
                 except Interrupted as caught:
@@ -196,11 +238,13 @@ def test_an_interrupt_between_two_calls(slots: int, world: Comm, ranks: Ranks) -
             assert comm.rank or (data == number).all()
             if turn:
                 hit = any(ranks.comm.allgather(interrupts.hit))
+                if frees:
+                    break
             comm.Allgather(np.array([float(number + comm.rank)]), out)
             assert (out == np.arange(comm.size) + number).all()
-        assert not comm._link.hidden.Iprobe()
+        assert frees or not comm._link.hidden.Iprobe()
         comm.Free()
-        place += 1
+        place += step
     assert place > 2
 
 
