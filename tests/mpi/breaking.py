@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,18 @@ def disagree(seen: Seen) -> None:
     seen.say(end=True)
 
 
+def many(comm: Any) -> None:
+    """Wait for more requests than there is time for one after the other."""
+    mpicoll.Request.Waitall([comm.Iallreduce(d(3), d(3)) for _ in range(8)])
+
+
+def ask(comm: Any) -> None:
+    """Ask for the status of a request until it is complete."""
+    request = comm.Iallreduce(d(3), d(3))
+    while not request.Get_status():
+        time.sleep(0.005)
+
+
 def elsewhere(seen: Seen) -> None:
     """Look for what is said of a rank that is in its own code, or in another call."""
     world = MPI.COMM_WORLD
@@ -339,6 +352,10 @@ def elsewhere(seen: Seen) -> None:
 
     comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
     trial("own code", comm, (lambda: time.sleep(LIMIT + ASK + 1)) if last else comm.Barrier)
+
+    for case, made in (("many requests", many), ("asked for status", ask)):
+        comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
+        trial(case, comm, (lambda: time.sleep(LIMIT + ASK + 1)) if last else partial(made, comm))
 
     comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
     other = mpicoll.Comm(halves.Dup(), timeout=60)

@@ -6,6 +6,7 @@ The jobs are started where the tests run on one rank.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from childjob import Ended, run_job
 from mpi4py import MPI
 
-from mpicoll import Comm
+import mpicoll
+from mpicoll import Comm, PeerError
 from mpicoll.cli.flight_dumps import parse
 from mpicoll.cli.main import run
 from mpicoll.runtime.flight import RECORDER
@@ -49,6 +51,28 @@ def test_a_derived_communicator_has_its_world_ranks(sub: Comm, tmp_path: Path) -
     assert call.collective == "barrier"
     expected = sub.allgather(MPI.COMM_WORLD.rank)
     assert list(dump.groups[call.communicator].ranks) == expected
+
+
+def test_a_rank_that_fails_leaves_a_dump(world: Comm, tmp_path: Path) -> None:
+    """That of the fault itself, and those of the ranks which hear of it."""
+    comm = world.Dup()
+    comm._link.apply(replace(comm._link.settings, flight=str(tmp_path)))
+
+    def fail(left: Any, inout: Any, datatype: MPI.Datatype) -> None:
+        raise ZeroDivisionError("no")
+
+    op = mpicoll.create_op(fail, commute=True)
+    error = None
+    try:
+        comm.Allreduce(np.ones(3), np.empty(3), op, algorithm="recursive_doubling")
+    except (ZeroDivisionError, PeerError) as caught:
+        error = caught
+    assert (error is None) == (comm.size == 1)
+    if error is not None:
+        path = tmp_path / f"rank-{world.rank:05d}.json"
+        assert type(error).__name__ in parse(path.name, path.read_text()).reason
+    op.Free()
+    comm.Free()
 
 
 def test_a_freed_communicator_is_forgotten(world: Comm) -> None:

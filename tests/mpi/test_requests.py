@@ -281,6 +281,22 @@ def test_mpi4py_is_told_whose_they_are(world: Comm, how: str) -> None:
     assert out.tolist() == [world.size] * 3
 
 
+@pytest.mark.parametrize("progress", [None, "thread"])
+def test_mpi4py_is_told_of_persistent_ones(world: Comm, progress: Any) -> None:
+    comm = Comm(MPI.Intracomm(world).Dup(), progress=progress)
+    out = np.full(3, POISON)
+    plan: Any = comm.Allreduce_init(np.ones(3), out)
+    with pytest.raises(TypeError, match=re.escape("mpicoll.Prequest")):
+        MPI.Prequest.Startall([plan])
+    plan.Start()
+    with pytest.raises(TypeError, match=re.escape("mpicoll.Prequest")):
+        MPI.Request.Waitall([plan])
+    plan.Wait()
+    assert out.tolist() == [world.size] * 3
+    plan.Free()
+    comm.Free()
+
+
 def test_mpi4py_waits_for_those_of_a_thread(ranks: Ranks, world: Comm) -> None:
     comm = Comm(MPI.Intracomm(world).Dup(), progress="thread")
     for _ in range(20):
@@ -289,6 +305,11 @@ def test_mpi4py_waits_for_those_of_a_thread(ranks: Ranks, world: Comm) -> None:
         MPI.Request.Waitall([mixed.requests[number] for number in sorted(mixed.active)])
         assert mixed.one.tolist() == [comm.size] * 3
         assert mixed.two.tolist() == list(range(comm.size))
+        assert not any(mixed.requests[number] for number in mixed.active)  # as mpi4py's own
+        assert Request.Testany([mixed.requests[number] for number in mixed.active]) == (
+            MPI.UNDEFINED,
+            True,
+        )
     mixed = Mixed(ranks, comm)
     found = [MPI.Request.Waitany(mixed.requests) for _ in range(5)]
     assert sorted(found[:4]) == [0, 1, 3, 4]
