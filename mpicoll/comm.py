@@ -94,15 +94,24 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
         ranks that are gone could not take part.
         """
         link = self.__dict__.get("_mpicoll_link")
-        if isinstance(link, Link) and link.poison:
-            return
+        if isinstance(link, Link):
+            if link.poison:
+                return
+            link.complete()  # here, where a time-out can be raised
         super().Free()
         self.__dict__.pop("_mpicoll_link", None)
+
+    def _complete(self) -> None:
+        """Complete what is in flight here, before a call in which this rank can not drive it."""
+        link = self.__dict__.get("_mpicoll_link")
+        if isinstance(link, Link):
+            link.complete(persistent=False)
 
     def _native(self, native: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Call a method that stays the MPI's own, and count it.
 
-        Under a time limit it runs as its non-blocking form, where the MPI has one.
+        Under a time limit it runs as its non-blocking form, where the MPI has one; else what is
+        in flight here is completed first.
         """
         link, name = self._link, native.__name__
         link.stats.add_native(name)
@@ -110,6 +119,8 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
             link.learn()
         begin = getattr(MPI.Topocomm, f"I{name[:1].lower()}{name[1:]}", None)
         if link.settings.timeout is None or begin is None or name[0].islower():
+            # The same form on all ranks, be there something in flight or not: they do not match.
+            self._complete()
             return native(self, *args, **keywords)
         link.wait_native(name, lambda: begin(self, *args, **keywords), link.settings.timeout)
         return None
@@ -118,14 +129,17 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
 
     def Dup(self, info: MPI.Info | None = None) -> Any:
         """Duplicate the communicator; the settings go along, the counters do not."""
+        self._complete()
         return self._adopt(super().Dup(info))
 
     def Clone(self) -> Any:
         """Duplicate the communicator, hints included."""
+        self._complete()
         return self._adopt(super().Clone())
 
     def Dup_with_info(self, info: MPI.Info) -> Any:
         """Duplicate the communicator with hints."""
+        self._complete()
         return self._adopt(super().Dup_with_info(info))
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Any, MPI.Request]:
@@ -136,38 +150,46 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
 
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Split by colour, ordered by key."""
+        self._complete()
         return self._adopt(cast(MPI.Intracomm, super().Split(color, key)))
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Any:
         """Split by kind, such as MPI.COMM_TYPE_SHARED."""
+        self._complete()
         return self._adopt(cast(MPI.Intracomm, super().Split_type(split_type, key, info)))
 
     def Create(self, group: MPI.Group) -> Any:
         """Make a communicator of a group; collective over this one."""
+        self._complete()
         return self._adopt(cast(MPI.Intracomm, super().Create(group)))
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """Make a communicator of a group; collective over the group."""
+        self._complete()
         return self._adopt(super().Create_group(group, tag))
 
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> Any:
         """Make a Cartesian communicator."""
+        self._complete()
         return self._adopt(super().Create_cart(dims, periods, reorder))
 
     def Create_graph(
         self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
     ) -> Any:
         """Make a graph communicator."""
+        self._complete()
         return self._adopt(super().Create_graph(index, edges, reorder))
 
     def Create_dist_graph(self, *args: Any, **keywords: Any) -> Any:
         """Make a distributed-graph communicator; mpi4py's arguments."""
+        self._complete()
         return self._adopt(super().Create_dist_graph(*args, **keywords))
 
     def Create_dist_graph_adjacent(self, *args: Any, **keywords: Any) -> Any:
         """Make a distributed-graph communicator of adjacent ranks; mpi4py's arguments."""
+        self._complete()
         return self._adopt(super().Create_dist_graph_adjacent(*args, **keywords))
 
 
@@ -176,6 +198,7 @@ class Cartcomm(MPI.Cartcomm, Comm):  # type: ignore[misc]
 
     def Sub(self, remain_dims: Sequence[bool]) -> Any:
         """Keep some dimensions; one communicator per slice."""
+        self._complete()
         return self._adopt(super().Sub(remain_dims))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ def of_one_run(dumps: list[Dump]) -> tuple[dict[int, Dump], list[str]]:
 def parse(file: str, text: str) -> Dump:
     """Return the dump that ``text`` is; raise ValueError if it is none or broken."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"broken: no JSON ({error})") from None
     if not isinstance(data, dict) or data.get("kind") != "mpicoll flight":
@@ -121,6 +122,19 @@ def parse(file: str, text: str) -> Dump:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"broken: {what}") from None
+
+
+def _finite(word: str) -> float:
+    number = float(word)
+    if not math.isfinite(number):
+        raise ValueError(f"{word} is no finite number")
+    return number
+
+
+def _whole(word: str) -> int:
+    if len(word) > 20:  # a 64-bit integer has so many
+        raise ValueError(f"{word[:20]}… is too large a number")
+    return int(word)
 
 
 def _dump(file: str, data: dict[str, Any]) -> Dump:

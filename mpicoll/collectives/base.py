@@ -119,7 +119,7 @@ def forms(
                     return
             except BaseException as error:
                 make = partial(plan, self, opened, args, options, fault)
-                if not link.has_begun(opened.record) and not _refuses(make):
+                if not link.has_begun(opened.record) and _is_foreign(error, make, opened):
                     course = self._course(make, name, opened, {}, error)
                     progress.keep(progress.Operation(link, opened.record, course, told=True))
                     raise
@@ -127,7 +127,10 @@ def forms(
                 opened.release()
                 link.closed(opened.record, raised)
                 raise raised.with_traceback(error.__traceback__) from None
-            course = self._course(lambda: planned, name, opened, {})
+            # A planner that has to agree first was not begun, and can be asked anew.
+            again = partial(plan, self, opened, args, options, fault)
+            make = partial(_same, planned) if isinstance(planned, Plan) else again
+            course = self._course(make, name, opened, {})
         else:
             given = _given(planner, args, options) if link.settings.check else {}
             course = self._course(
@@ -148,7 +151,7 @@ def forms(
             request = request_for(operation, time_limit)
             progress.launch(operation, time_limit)
         except BaseException:
-            operation.left = True
+            operation.left = True  # nobody has its request
             progress.keep(operation)
             raise
         if operation.error is not None and not operation.begun:
@@ -314,10 +317,22 @@ class Base:
 
         With ``fault`` it does nothing but tell the others, who wait for it.
         """
-        link = opened.link
+        link, record = opened.link, opened.record
+        plan: Plan | None = None
         try:
-            plan, late = yield from _planned(link, make, opened, given)
-            yield from link.course(plan, opened.record, fault or late)
+            if fault is None:
+                try:
+                    plan = yield from _planned(link, make, opened, given)
+                    yield from link.course(plan, record)
+                    return
+                except BaseException as error:
+                    begun = bool(record.algorithm)
+                    if begun or (plan is None and not _is_foreign(error, make, opened)):
+                        raise
+                    fault = error
+            if plan is None:
+                plan = yield from _planned(link, make, opened, given)
+            yield from link.course(plan, record, fault)
         except Exception as error:
             raised = place(error, name, self._rank_for_errors())
             raise raised.with_traceback(error.__traceback__) from None
@@ -336,39 +351,52 @@ class Base:
         link, first = self._link, opened.record
         tag = link.tags.take_plan()  # before anything can fail: all ranks take one
         plans: list[Plan] = []
+        unwanted: list[BaseException] = []
 
-        def planning() -> progress.Course:
-            try:
-                plan, late = yield from _planned(link, make, opened, given)
-                if late is not None:
-                    raise late
-                plans.append(plan)
-            except Exception as error:
-                link.tags.give_plan(tag)
-                opened.release()
-                raised = place(error, name, self._rank_for_errors())
-                raise raised.with_traceback(error.__traceback__) from None
-
-        progress.Operation(link, first, planning()).wait(time_limit)
-        plan = plans[0]
-        plan.tag = tag
-        try:
-            execution = link.prepare(plan, replace(first))
-        except BaseException:
+        def give_back() -> None:
             link.tags.give_plan(tag)
             opened.release()
+
+        def planning() -> progress.Course:
+            fault: BaseException | None = None
+            try:
+                try:
+                    plan = yield from _planned(link, make, opened, given)
+                except BaseException as error:
+                    if not _is_foreign(error, make, opened):
+                        raised = place(error, name, self._rank_for_errors())
+                        raise raised.with_traceback(error.__traceback__) from None
+                    fault = error
+                    plan = yield from _planned(link, make, opened, given)  # the others wait
+                if fault is not None:
+                    raise fault
+                plans.append(plan)
+            finally:
+                if unwanted:
+                    give_back()
+
+        operation = progress.Operation(link, first, planning())
+        try:
+            operation.wait(time_limit)
+            plan = plans[0]
+            plan.tag = tag
+            execution = link.prepare(plan, replace(first))
+        except BaseException as error:
+            unwanted.append(error)  # one that is interrupted goes on planning with the others
+            if operation.done:
+                give_back()
             raise
 
         def begin() -> progress.Operation:
             record = link.reopen(first)
             if plan.lane is not None:
                 plan.lane.again()
-            return progress.Operation(link, record, link.again(plan, execution, record))
+            course = progress.primed(link.again(plan, execution, record))
+            return progress.Operation(link, record, course)
 
         def free() -> None:
             execution.free()
-            opened.release()
-            link.tags.give_plan(tag)
+            give_back()
 
         return persistent_for(begin, free, time_limit)
 
@@ -386,45 +414,33 @@ class Base:
 
 def _planned(
     link: Link, make: Callable[[], Planning], opened: Opened, given: dict[str, str]
-) -> Generator[Execution, None, tuple[Plan, BaseException | None]]:
-    """Yield what has to run before there is a plan, and return the plan.
-
-    An error in the arguments is raised. With the plan comes what was raised on the way to it by
-    anything else, such as a handler of signals: the other ranks know of no error.
-    """
+) -> Generator[Execution, None, Plan]:
+    """Yield what has to run before there is a plan, and return the plan."""
     if link.settings.check:
-        return (yield from agreement.checked(link, opened, given, make)), None
-    fault: BaseException | None = None
-    try:
-        found = _begun(make)
-    except BaseException as error:
-        if _refuses(make):
-            raise
-        found, fault = _begun(make), error
-    if isinstance(found, Plan):
-        return found, fault
-    first, rest = found
-    yield first
-    return (yield from rest), fault
-
-
-def _begun(
-    make: Callable[[], Planning],
-) -> Plan | tuple[Execution, Generator[Execution, None, Plan]]:
-    """Return what a planner makes: a plan, or what has to run before it and the planner's rest."""
+        return (yield from agreement.checked(link, opened, given, make))
     planned = make()
-    if isinstance(planned, Plan):
-        return planned
-    try:
-        return next(planned), planned
-    except StopIteration as stop:
-        return cast(Plan, stop.value)
+    return planned if isinstance(planned, Plan) else (yield from planned)
+
+
+def _same(planned: Planning) -> Planning:
+    return planned
+
+
+def _is_foreign(error: BaseException, make: Callable[[], Planning], opened: Opened) -> bool:
+    """Whether what a call raised before it has sent anything is no error of its arguments.
+
+    A planner that is asked again says so. What it raises once alone came by a handler of signals,
+    or for want of memory: the other ranks know of no error, and wait for this one.
+    """
+    return opened.record.step == 0 and not isinstance(error, GeneratorExit) and not _refuses(make)
 
 
 def _refuses(make: Callable[[], Planning]) -> bool:
-    """Whether a planner that has raised an error does so again: then its arguments are wrong."""
+    """Whether a planner raises an error, up to what it has to run before there is a plan."""
     try:
-        _begun(make)
+        planned = make()
+        if not isinstance(planned, Plan):
+            next(planned, None)
     except BaseException:
         return True
     return False

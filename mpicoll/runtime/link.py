@@ -137,7 +137,7 @@ class Link:
             self.learn()
         if progress.ACTIVE:
             progress.progress()
-        sequence = self.tags.next_sequence(self._complete)
+        sequence = self.tags.next_sequence(self.complete, form == "persistent")
         record = Record(self.identity, sequence, collective, form)
         record.start = time.perf_counter()
         record.site = RECORDER.site()
@@ -194,7 +194,7 @@ class Link:
         if self.tracer is not None:
             self.tracer.add(record)
 
-    def _complete(self, sequences: range | None = None) -> None:
+    def complete(self, sequences: range | None = None, persistent: bool = True) -> None:
         """Complete the calls that are in flight here, all or those of an interval.
 
         Persistent ones have tags of their own and belong to no interval: other ranks may
@@ -202,7 +202,11 @@ class Link:
         """
         for operation in progress.active(self):
             record = operation.record
-            if sequences is None or (record.form != "persistent" and record.sequence in sequences):
+            if record.form == "persistent":
+                wanted = sequences is None and persistent
+            else:
+                wanted = sequences is None or record.sequence in sequences
+            if wanted:
                 self._complete_one(operation)
 
     def _complete_one(self, operation: progress.Operation) -> None:
@@ -285,6 +289,7 @@ class Link:
                 steps = rounds(plan.lane, bound, plan.loads, plan.finish)
             except BaseException as error:
                 bound = self._failing(plan, record, error)
+                plan.describe(record)
                 steps = rounds(plan.lane, bound, plan.loads, plan.finish)
             yield from steps
             self.stats.add(plan.recipe)
@@ -297,6 +302,7 @@ class Link:
             plan.describe(record)
         except BaseException as error:
             execution = self._failing(plan, record, error)
+            plan.describe(record)
         yield execution
         self.scratch.give(work)
         self._over(plan, execution)
@@ -315,14 +321,20 @@ class Link:
     def again(
         self, plan: Plan, execution: PersistentExecution | DeviceExecution, record: Record
     ) -> progress.Course:
-        """Yield what runs a prepared plan once more; its lane has noted the caller's work."""
+        """Yield what runs a prepared plan once more; its lane has noted the caller's work.
+
+        To be `primed`: what interrupts it from then on is a failure of the run.
+        """
         try:
+            yield execution
             if execution.fault is not None:
                 execution.fault.with_traceback(None)  # lest each run adds to it
             execution.begin(record)
             plan.describe(record)
             if plan.lane is None and execution.failed is None:
                 plan.load()
+        except GeneratorExit:
+            raise
         except BaseException as error:
             execution.begin(record)
             execution.failed = execution.failed or error
@@ -372,7 +384,12 @@ class Link:
         """Begin a non-blocking call of the MPI's own, and wait for it under a time limit."""
         record = self.open(name).record
         record.algorithm = "native"
-        progress.Operation(self, record, _native(begin())).wait(limit)
+        try:
+            request = begin()
+        except BaseException as error:
+            self.over(record, error)
+            raise
+        progress.Operation(self, record, _native(request)).wait(limit)
 
     def _wait_request(self, request: MPI.Request) -> None:
         """Wait for what is due between two calls, under the time limit."""
@@ -395,8 +412,8 @@ class Link:
         """
         if self.freed or MPI.Is_finalized() or self.poison:
             return  # a poisoned link stays among the links: the end of the process asks for it
-        self._complete()
-        self.tags.catch_up(self._complete)
+        self.complete()
+        self.tags.catch_up(self.complete)
         self.tags.settle()
         self.tags.sweep()
         ending.LINKS.remove(self)

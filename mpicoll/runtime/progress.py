@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 from mpi4py import MPI
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
 #: What a call does: it yields executions, each of which is complete when it goes on.
 Course: TypeAlias = Generator[Execution, None, None]
 
+
+def primed(course: Course) -> Course:
+    """Return a course that stands at its first yield, where it can catch an interrupt.
+
+    Before, it would be over by one. What it yields there is not run.
+    """
+    next(course)
+    return course
+
+
 #: A waiting rank spins this long before it gives its core away now and then.
 SPIN_SECONDS = 0.0002
 #: The longest nap of a waiting rank, and the share of the time waited that a nap may have.
@@ -37,11 +48,11 @@ class Operation:
     """A collective call of this rank, from its start to its end.
 
     ``error`` is what it raised, once it is ``done``; ``begun`` says whether it came as far
-    as a message; ``on_end`` is called when it is done. Its buffers stay alive with it.
+    as a message; what is in ``on_end`` is called when it is done, once. Its buffers stay
+    alive with it.
 
     Calls on its communicator that an interrupt has ``left`` without a request come before it:
-    their buffers are likely to be those of this one. So does an earlier run of the same
-    persistent plan, whose start was interrupted.
+    their buffers are likely to be those of this one.
     """
 
     __slots__ = (
@@ -70,11 +81,11 @@ class Operation:
         self.begun = self.done = self.left = False
         self.error: BaseException | None = None
         self.deadline: float | None = None
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: list[Callable[[], None]] = []
         self._course = course
         self._execution: Execution | None = None
         self._busy = threading.Lock()
-        self._before = [one for one in active(link) if one.precedes(record)] if ACTIVE else []
+        self._before = [one for one in active(link) if one.is_left()] if ACTIVE else []
         self._told = told
 
     def advance(self, begin: bool = False) -> bool:
@@ -105,11 +116,8 @@ class Operation:
             self._before.pop(0)
         return True
 
-    def precedes(self, record: Record) -> bool:
-        """Whether this call in flight has to be over before that of ``record`` begins."""
-        if self.record.form == "persistent":
-            mine = (self.record.form, self.record.sequence)
-            return (record.form, record.sequence) == mine
+    def is_left(self) -> bool:
+        """Whether an interrupt has left this call in flight, and nobody has a request of it."""
         return self.left or self.record.form == "blocking"
 
     def finish(self) -> None:
@@ -145,8 +153,8 @@ class Operation:
         self.error = self.error or error  # the first, if an interrupt had it come here again
         self.link.over(self.record, self.error)
         self.done = True
-        if self.on_end is not None:
-            self.on_end()
+        with contextlib.suppress(IndexError):  # another thread may have been faster
+            self.on_end.pop()()
 
     def pending(self) -> tuple[int, ...]:
         """Return the ranks whose messages the present step waits for.
@@ -223,7 +231,11 @@ class Operation:
             self._told = True
             raise KeyboardInterrupt
         if self.link.watched:
-            watchdog.watch(self)
+            try:
+                watchdog.watch(self)
+            except CollectiveTimeout:
+                discard(self)  # nothing can be posted any more
+                raise
 
 
 def await_(done: Callable[[], bool], watch: Callable[[], None]) -> None:
@@ -248,20 +260,17 @@ def launch(operation: Operation, limit: float | None = None) -> None:
     ``limit`` are seconds for calls that come before it.
     """
     try:
-        try:
-            # First by this thread alone: what is wrong with the arguments is known before it
-            # returns. In advancing, MPI may copy for long; the progress thread does that.
-            operation.come(limit)
-            operation.advance(begin=operation.link.threaded)
-        finally:
-            if not operation.done:
-                ACTIVE.append(operation)
-        if operation.link.threaded:
-            _THREAD.wake()
+        # First by this thread alone: what is wrong with the arguments is known before it
+        # returns. In advancing, MPI may copy for long; the progress thread does that.
+        operation.come(limit)
+        operation.advance(begin=operation.link.threaded)
     except (CollectiveTimeout, MPI.Exception) as error:
         operation.end(error)  # nothing can be posted any more
-        discard(operation)
         raise
+    except BaseException:
+        keep(operation)
+        raise
+    keep(operation)
 
 
 def keep(operation: Operation) -> None:
@@ -314,7 +323,8 @@ class _Thread:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._work = threading.Event()
+        # A queue in C: an interrupt inside of a lock of Python's own would hold it for ever.
+        self._work: SimpleQueue[None] = SimpleQueue()
         self._stop = False
 
     def start(self) -> None:
@@ -324,23 +334,31 @@ class _Thread:
             self._thread.start()
 
     def wake(self) -> None:
-        self._work.set()
+        if self._work.empty():
+            self._work.put(None)
 
     def stop(self) -> None:
         """End it, before MPI ends."""
         if self._thread is not None:
             self._stop = True
-            self._work.set()
+            self._work.put(None)
             self._thread.join()
             self._thread = None
 
     def _own(self) -> list[Operation]:
         return [] if self._stop else [one for one in active() if one.link.threaded]
 
+    def _is_woken(self, seconds: float) -> bool:
+        """Sleep; return whether something new was started meanwhile."""
+        try:
+            self._work.get(timeout=seconds)
+        except Empty:
+            return False
+        return True
+
     def _run(self) -> None:
         while not self._stop:
-            self._work.wait()
-            self._work.clear()
+            self._work.get()
             nap, busy = THREAD_NAP_SECONDS, 0
             while own := self._own():
                 before = [one.record.step for one in own]
@@ -354,8 +372,7 @@ class _Thread:
                     nap, busy = THREAD_NAP_SECONDS, busy + 1
                     time.sleep(0)
                     continue
-                if self._work.wait(nap):
-                    self._work.clear()
+                if self._is_woken(nap):
                     nap, busy = THREAD_NAP_SECONDS, 0
                 nap = min(NAP_SECONDS, nap * 1.5)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from mpi4py import MPI
@@ -14,6 +15,7 @@ from mpicoll.errors import CollectiveTimeout
 from mpicoll.runtime import progress
 from mpicoll.runtime.faults import CallError
 from mpicoll.runtime.progress import Operation
+from mpicoll.runtime.watchdog import LOOK_SECONDS
 
 _Any: TypeAlias = "Request | MPI.Request"
 
@@ -50,6 +52,8 @@ class Request:
         operation = getattr(self, "_operation", None)
         if operation is not None and not operation.done:
             progress.adopt(operation)  # its start may have been interrupted
+            if operation.left:
+                return  # the caller never had it
             warnings.warn(
                 f"a request was dropped before {operation.record.collective} "
                 f"#{operation.record.sequence}, started at {operation.record.site}, was complete",
@@ -106,12 +110,17 @@ class Request:
         CollectiveTimeout is raised as by `Wait`.
         """
         progress.progress()
-        operation = self._operation
-        if operation is not None and not operation.advance():
-            self._watch()
-            return False
-        _empty(status)
-        return True
+        done = self._is_done()
+        if done:
+            _empty(status)
+        return done
+
+    def _is_done(self) -> bool:
+        """Drive it alone; look at its time limit, if it is not complete."""
+        if self._operation is None or self._operation.advance():
+            return True
+        self._watch()
+        return False
 
     def Cancel(self) -> None:
         """Raise: MPI allows no collective to be cancelled."""
@@ -145,20 +154,16 @@ class Request:
     ) -> Literal[True]:
         """Wait until all are complete; raise the first error, after all are.
 
-        The time limits of all count from now on.
+        The time limits of all count from now on, and one that is over ends the wait at once:
+        those that were not waited for by then are as they were.
         """
         errors = []
-        ours = [request for request in requests if isinstance(request, Request)]
-
-        def watch() -> None:
-            for one in ours:
-                one._watch()
-
-        for one in ours:
-            one._hold()
+        watch = _watch_of(requests)
         for number, request in enumerate(requests):
             try:
                 _waited(request, _status(statuses, number), watch)
+            except CollectiveTimeout:
+                raise
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -169,20 +174,20 @@ class Request:
     def Testall(cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None) -> bool:
         """Return whether all are complete; if not, none of them is given up."""
         ours = [request for request in requests if isinstance(request, Request)]
-        done = [request.Get_status() for request in ours]  # each is driven, and watched
+        progress.progress()
+        done = [request._is_done() for request in ours]  # and watched, each of them
         if not all(done):
             return False
-        others = [request for request in requests if not isinstance(request, Request)]
-        found: list[MPI.Status] = [MPI.Status() for _ in others]
-        if not MPI.Request.Testall(others, found):
-            return False
-        if statuses is not None:
-            known = iter(found)
-            for number, request in enumerate(requests):
-                status = _status(statuses, number)
-                if not isinstance(request, Request) and status is not None:
-                    statuses[number] = next(known)
-        return cls.Waitall(ours)
+        others: list[MPI.Request] = []
+        found: list[MPI.Status] = []
+        for number, request in enumerate(requests):
+            status = _status(statuses, number)
+            if isinstance(request, Request):
+                _empty(status)
+            else:
+                others.append(request)
+                found.append(MPI.Status() if status is None else status)
+        return MPI.Request.Testall(others, found) and cls.Waitall(ours)
 
     @classmethod
     def Waitany(cls, requests: Sequence[_Any], status: MPI.Status | None = None) -> int:
@@ -195,14 +200,16 @@ class Request:
     ) -> tuple[int, bool]:
         """Return the index of one that is complete and True; (MPI.UNDEFINED, True) if none
         is active."""
-        active = [number for number, request in enumerate(requests) if _is_active(request)]
-        if not active:
-            _empty(status)
-            return MPI.UNDEFINED, True
-        for number in active:
-            if requests[number].Test(status):
+        active = False
+        for number, request in enumerate(requests):
+            known, over = _tested(request, status)
+            if known and over:
                 return number, True
-        return MPI.UNDEFINED, False
+            active = active or known
+        if active:
+            return MPI.UNDEFINED, False
+        _empty(status)
+        return MPI.UNDEFINED, True
 
     @classmethod
     def Waitsome(
@@ -223,6 +230,7 @@ class Request:
         cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None
     ) -> list[Any]:
         """Wait for all and return their objects; a collective has None."""
+        _watch_of(requests)
         return [request.wait(_status(statuses, number)) for number, request in enumerate(requests)]
 
     def _hold(self) -> None:
@@ -303,28 +311,19 @@ class GeneralRequest(Request, MPI.Request):
     def __del__(self) -> None:
         operation = self.__dict__.get("_operation")
         super().__del__()
-        if operation is None or MPI.Is_finalized():
+        if operation is None or sys.is_finalizing() or MPI.Is_finalized():
             return
-        request = MPI.Request(self)
-        operation.on_end = partial(_give_back, operation.on_end, request)
-        if operation.done:
-            with contextlib.suppress(MPI.Exception):
-                request.Test()
+        # The MPI gives it back when it is complete, be that before or after this.
+        with contextlib.suppress(MPI.Exception):
+            MPI.Request.Free(self)
 
     def _is_active(self) -> bool:
         return super()._is_active() and MPI.Request.__bool__(self)
 
     def _over(self) -> None:
         super()._over()
-        with contextlib.suppress(MPI.Exception):  # what it raised is in the operation
-            MPI.Request.Wait(self)
-
-
-def _give_back(complete: Callable[[], None], request: MPI.Request) -> None:
-    """Complete a generalised request that nobody waits for."""
-    complete()
-    with contextlib.suppress(MPI.Exception):
-        request.Wait()
+        self.__dict__["_heard"].append(True)  # what it raised is in the operation
+        MPI.Request.Wait(self)
 
 
 def _empty(status: MPI.Status | None) -> None:
@@ -345,18 +344,41 @@ def _status(statuses: list[MPI.Status] | None, number: int) -> MPI.Status | None
     return statuses[number]
 
 
-def _is_active(request: _Any) -> bool:
+def _tested(request: _Any, status: MPI.Status | None) -> tuple[bool, bool]:
+    """Return whether a request is active, and whether it is complete then."""
     if isinstance(request, Request):
-        return request._is_active()
-    return request != MPI.REQUEST_NULL
+        active = request._is_active()
+        return active, active and request.Test(status)
+    # Persistent ones of mpi4py are not null where they are not active; this knows them.
+    index, over = MPI.Request.Testany([request], status)
+    return index == 0 or not over, over
 
 
-def _waited(request: _Any, status: MPI.Status | None, watch: Callable[[], None]) -> None:
+def _watch_of(requests: Sequence[_Any]) -> Callable[[], None] | None:
+    """Let the time limits of requests run from now on; return what looks at them, if any."""
+    limited = [one for one in requests if isinstance(one, Request) and one._limit]
+    for one in limited:
+        one._hold()
+
+    looked = 0.0
+
+    def watch() -> None:
+        nonlocal looked
+        now = time.perf_counter()
+        if now - looked > LOOK_SECONDS:
+            looked = now
+            for one in limited:
+                one._watch()
+
+    return watch if limited else None
+
+
+def _waited(request: _Any, status: MPI.Status | None, watch: Callable[[], None] | None) -> None:
     """Wait for one request while all operations are driven and some are watched."""
-    if isinstance(request, Request) or not progress.active():
+    if watch is None and (isinstance(request, Request) or not progress.active()):
         request.Wait(status)
-        return
-    progress.await_(lambda: request.Test(status), watch)
+    else:
+        progress.await_(lambda: request.Test(status), watch or _unwatched)
 
 
 def _unwatched() -> None:
@@ -383,31 +405,39 @@ def _until(ask: Callable[[], tuple[_Answer, bool]]) -> tuple[_Answer, bool]:
 def _some(
     requests: Sequence[_Any], statuses: list[MPI.Status] | None
 ) -> tuple[list[int] | None, bool]:
-    active = [number for number, request in enumerate(requests) if _is_active(request)]
-    if not active:
-        return None, True
+    active = False
     done: list[int] = []
-    for number in active:
-        if requests[number].Test(_status(statuses, len(done))):
+    for number, request in enumerate(requests):
+        status = MPI.Status() if statuses is None else _status(statuses, len(done))
+        known, over = _tested(request, status)
+        if known and over:
             done.append(number)
-    return done, bool(done)
+        active = active or known
+    return (done, bool(done)) if active else (None, True)
 
 
 def request_for(operation: Operation, limit: float | None) -> Request:
     """Return the request of an operation that was not launched yet."""
     if not operation.link.threaded:
         return _Driven(operation, limit)
-    general = MPI.Grequest.Start(_query(operation), None, _cancel)
-    operation.on_end = general.Complete
+    heard: list[bool] = []
+    general = MPI.Grequest.Start(_query(operation, heard), None, _cancel)
+    operation.on_end.append(general.Complete)
     request = GeneralRequest.__new__(GeneralRequest, general)
     Request.__init__(request, operation, limit)
+    request.__dict__["_heard"] = heard
     return request
 
 
-def _query(operation: Operation) -> Callable[[MPI.Status], None]:
+def _query(operation: Operation, heard: list[bool]) -> Callable[[MPI.Status], None]:
+    """Return what tells the MPI of an error, unless the caller has ``heard`` of it from us.
+
+    mpi4py prints what it raises.
+    """
+
     def query(status: MPI.Status) -> None:
         _empty(status)
-        if operation.error is not None:
+        if operation.error is not None and not heard:
             raise MPI.Exception(
                 operation.error.Get_error_class()
                 if isinstance(operation.error, MPI.Exception)

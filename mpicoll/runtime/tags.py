@@ -11,7 +11,7 @@ is in use, without making anybody wait who is less than a quarter of them ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from zlib import crc32
 
@@ -45,28 +45,34 @@ class Tags:
         self.divide(half // self._codes)
         self.control = half
         self._first_plan = half + 1
-        self._plans = min(half - 1, PLANS)
-        self._made = 0
-        self._free: list[int] = []
+        self.allow(min(half - 1, PLANS))
+        self._wanted = self._taken = 0  # plans that calls have asked for, and that have tags
+        self._agreeing: list[MPI.Request] = []
+        self._used = np.zeros(0, np.uint8)
         self._live: set[int] = set()
 
     def divide(self, slots: int) -> None:
         """Use that many slots, a multiple of four."""
         self._quarter = max(1, slots // 4)
         self._slots = 4 * self._quarter
+        self._due = self._quarter  # the call with which the next turn comes
         self._passed: list[MPI.Request] = []  # of each turn; the last may be under way
         self._unfinished: set[int] = set()
 
     # -- calls ------------------------------------------------------------------------
 
-    def next_sequence(self, complete: Callable[[range], None]) -> int:
+    def next_sequence(self, complete: Callable[[range], None], plans: bool = False) -> int:
         """Return the number of the next call; every rank comes here for every call.
 
-        ``complete`` has to complete the calls in flight whose numbers it is given.
+        ``complete`` has to complete the calls in flight whose numbers it is given. One that
+        ``plans`` will take the tag of a plan.
         """
+        # No interrupt comes between these two.
         self.sequence += 1
+        self._wanted += plans
         self._unfinished.add(self.sequence)
-        self.catch_up(complete)
+        if self.sequence >= self._due:
+            self.catch_up(complete)
         return self.sequence
 
     def catch_up(self, complete: Callable[[range], None]) -> None:
@@ -76,6 +82,7 @@ class Tags:
         """
         while self.sequence >= self._quarter * (len(self._passed) + 1):
             self._turn(len(self._passed) + 1, complete)
+        self._due = self._quarter * (len(self._passed) + 1)
 
     def tag(self, sequence: int, code: int) -> int:
         """Return the tag of a call for its messages of one kind; see `code_of`."""
@@ -131,15 +138,23 @@ class Tags:
 
     # -- persistent plans ---------------------------------------------------------------
 
+    def allow(self, plans: int) -> None:
+        """Let there be that many persistent plans at a time, from the first on."""
+        self._plans = plans
+        # The plans that are made from a certain one on have these tags in turn.
+        self._free: Sequence[int] = range(plans)
+        self._from = 0
+
     def take_plan(self) -> int:
-        """Return a tag for a persistent plan; collective, the same on all ranks."""
-        if self._made < self._plans:
-            number = self._made
-            self._made += 1
-        else:
-            if not self._free:
+        """Return a tag for a persistent plan; collective, the same on all ranks.
+
+        Whoever an interrupt has kept from taking one takes it now, and leaves it.
+        """
+        while self._taken < self._wanted:
+            if self._taken - self._from >= len(self._free):
                 self._agree()
-            number = self._free.pop()
+            number = self._free[self._taken - self._from]
+            self._taken += 1
         self._live.add(number)
         return self._first_plan + number
 
@@ -149,12 +164,20 @@ class Tags:
 
     def _agree(self) -> None:
         """Find the tags that no rank has a plan for."""
-        used = np.zeros(self._plans, np.uint8)
-        used[list(self._live)] = 1
-        # Not the blocking call: others may wait for what this rank has in flight.
-        self._wait(self._hidden.Iallreduce(MPI.IN_PLACE, used, MPI.MAX))
-        self._free = np.flatnonzero(used == 0)[::-1].tolist()
-        if not self._free:
+        if not self._agreeing:  # else an interrupt has come between
+            self._used = np.zeros(self._plans, np.uint8)
+            self._used[list(self._live)] = 1
+            # Not the blocking call: others may wait for what this rank has in flight.
+            given = ([self._hidden], [MPI.IN_PLACE], [self._used], [MPI.MAX])
+            self._agreeing += map(MPI.Comm.Iallreduce, *given)
+        self._wait(self._agreeing[0])
+        free = np.flatnonzero(self._used == 0).tolist()
+        if not free:
+            self._wanted = self._taken
+        else:
+            self._free, self._from = free, self._taken
+        self._agreeing.clear()
+        if not free:
             raise CallError(
                 MPI.ERR_OTHER,
                 f"{self._plans} persistent plans are alive on this communicator, one for each "

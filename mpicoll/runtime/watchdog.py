@@ -57,7 +57,7 @@ def watch(operation: Operation) -> None:
         for other in WATCHED:
             if other is not link:
                 _listen(other, operation)
-        if _listen(link, operation):
+        if _listen(link, operation) or link.poison:
             soon = now + GIVE_UP_SECONDS
             operation.deadline = min(operation.deadline or soon, soon)
     if operation.deadline is not None and now >= operation.deadline:
@@ -119,9 +119,14 @@ def _tell(link: Link, kind: str, operation: Operation | None, to: list[int]) -> 
 def _expire(operation: Operation) -> NoReturn:
     """Ask the others, poison the communicator, and raise CollectiveTimeout."""
     link, record = operation.link, operation.record
-    if link.asked:  # and told of, for another call of this rank
+    if link.asked:  # for another call of this rank, which raised what they said
         raise PoisonedError(link.poison)
     link.asked = True
+    # Known before others are asked: an interrupt of that changes nothing.
+    link.poison = (
+        f"this communicator can not be used any more: {record.collective} #{record.sequence} "
+        f"timed out on rank {link.rank}, this one"
+    )
     waits = operation.pending()
     record.waits = waits
     others = [rank for rank in range(link.size) if rank != link.rank]
@@ -129,7 +134,8 @@ def _expire(operation: Operation) -> NoReturn:
     _tell(link, "expired", operation, others)
     until = time.perf_counter() + ASK_SECONDS
     while len(link.states) < len(others) and time.perf_counter() < until:
-        _listen(link, operation)
+        for one in WATCHED:  # on another one, others may ask this rank
+            _listen(one, operation)
         time.sleep(0.001)
     silent = tuple(rank for rank in others if rank not in link.states)
     error = CollectiveTimeout(_message(link, record, waits, waited, silent))
@@ -137,10 +143,6 @@ def _expire(operation: Operation) -> NoReturn:
     error.algorithm, error.step, error.steps = record.algorithm, record.step, record.steps
     error.waits, error.silent = waits, silent
     record.error = f"CollectiveTimeout: {error}"
-    link.poison = (
-        f"this communicator can not be used any more: {record.collective} #{record.sequence} "
-        f"timed out on rank {link.rank}, this one"
-    )
     _PARKED.append(operation)
     RECORDER.dump(link.settings.flight, record.error)
     raise error

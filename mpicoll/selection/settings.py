@@ -151,7 +151,7 @@ def limit(value: float | str) -> float | None:
     """Return a time limit in seconds; 0 is none. Raise ValueError if it means nothing."""
     try:
         seconds = float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ValueError(f"a time limit is a number of seconds, got {value!r}") from None
     if not 0 <= seconds < float("inf"):
         raise ValueError(f"a time limit is a number of seconds, 0 for none, got {value!r}")

@@ -329,6 +329,18 @@ def many(comm: Any) -> None:
     mpicoll.Request.Waitall([comm.Iallreduce(d(3), d(3)) for _ in range(8)])
 
 
+def rest(comm: Any) -> None:
+    """Wait for a request without a limit, behind one whose limit is over."""
+    limited, other = (
+        comm.Iallreduce(d(3), d(3), timeout=LIMIT),
+        comm.Iallreduce(d(3), d(3), timeout=0),
+    )
+    try:
+        limited.Wait()
+    except mpicoll.CollectiveTimeout:
+        other.Wait()
+
+
 def ask(comm: Any) -> None:
     """Ask for the status of a request until it is complete."""
     request = comm.Iallreduce(d(3), d(3))
@@ -353,7 +365,10 @@ def elsewhere(seen: Seen) -> None:
     comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
     trial("own code", comm, (lambda: time.sleep(LIMIT + ASK + 1)) if last else comm.Barrier)
 
-    for case, made in (("many requests", many), ("asked for status", ask)):
+    first, second = (mpicoll.Comm(world.Dup(), timeout=LIMIT) for _ in range(2))
+    trial("two at once", first, (second if last else first).Barrier)
+
+    for case, made in (("many requests", many), ("asked for status", ask), ("no limit", rest)):
         comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
         trial(case, comm, (lambda: time.sleep(LIMIT + ASK + 1)) if last else partial(made, comm))
 

@@ -21,7 +21,7 @@ RUNTIME = Path(mpicoll.__file__).parent / "runtime"
 #: where the rest is tried.
 PLANNING = {"choose", "open", "reopen", "exchange", "__init__", "__del__"}
 #: Functions with which that part ends: at the start of these their callers are to blame.
-STARTS = {"run", "course", "again", "launch", "next_sequence", "wait", "rounds"}
+STARTS = {"run", "_course", "course", "launch", "next_sequence", "wait", "rounds"}
 #: Instructions behind which CPython looks for signals, in all of its versions.
 LOOKS = ("CALL", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "RESUME")
 
@@ -76,7 +76,7 @@ class Interrupts:
         if self._begun:
             frame.f_trace_opcodes = True
             frame.f_trace_lines = False
-            if frame not in self._last and code.co_name not in STARTS:
+            if frame not in self._last and code.co_name not in STARTS and _enters(frame):
                 self._pass(frame)
             return self._instruction
         return None
@@ -98,8 +98,18 @@ class Interrupts:
             raise Interrupted
 
 
+def _enters(frame: FrameType) -> bool:
+    """Whether CPython looks for signals where a frame begins or goes on; behind yield from not."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    if at < 0:
+        return True
+    name, argument = dis.opname[code[at]], code[at + 1]
+    return name != "YIELD_FROM" and not (name == "RESUME" and argument & 3 > 1)
+
+
 def _looks(code: CodeType, at: int) -> bool:
     """Whether CPython looks for signals behind an instruction."""
     name, argument = dis.opname[code.co_code[at]], code.co_code[at + 1]
-    starts = name == "RESUME" and argument & 3 == 0
-    return name.startswith(LOOKS) and not starts
+    if name == "RESUME":  # at the start of a function, or where it goes on behind yield: see above
+        return argument & 3 == 1
+    return name.startswith(LOOKS) and not name.endswith("NO_INTERRUPT")

@@ -272,7 +272,7 @@ def test_requests_dropped_by_the_hundred(world: Comm, full: bool) -> None:
 
 def test_a_million_plans_use_each_tag_again(world: Comm, full: bool) -> None:
     comm: Any = world.Dup()
-    comm._link.tags._plans = 16
+    comm._link.tags.allow(16)
     one, out = np.ones(2), np.empty(2)
     for _ in range(100_000 if full else 100):
         plan = comm.Allreduce_init(one, out)

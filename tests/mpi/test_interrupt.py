@@ -39,7 +39,7 @@ PLANNERS = {
     *(f"../collectives/{name}.py" for name in ("base", "movement", "reductions", "sides")),
     *("../selection/choose.py", "../selection/model.py"),
 }
-CASES = ("doubling", "ring", "mean", "packed", "alltoall")
+CASES = ("doubling", "ring", "mean", "packed", "alltoall", "uneven")
 
 
 class Collective(NamedTuple):
@@ -62,7 +62,7 @@ class Collective(NamedTuple):
         """Return a call with the same output and, where that is not the input, other input."""
         if self.name == "Bcast":
             return self
-        arguments = [2.0 * self.arguments[0], self.out]
+        arguments = [2.0 * self.arguments[0], *self.arguments[1:]]
         return self._replace(arguments=arguments, after=2.0 * self.after)
 
     def prepare(self, comm: Comm) -> Any:
@@ -96,6 +96,12 @@ def collective(case: str, comm: Comm) -> Collective:
         out = np.empty(size)
         inputs, after = np.full(size, rank + 1.0), np.arange(size) + 1.0
         return Collective("Alltoall", [inputs, out], {}, out, np.full(size, -7.0), after)
+    if case == "uneven":  # the ranks agree on the counts first
+        counts = np.arange(size) + 1
+        after = np.repeat(counts * 1.0, counts) if rank == 0 else np.empty(0)
+        out = np.empty_like(after)
+        arguments = [np.full(rank + 1, rank + 1.0), [out, counts.tolist()] if rank == 0 else None]
+        return Collective("Gatherv", arguments, {}, out, np.full_like(after, -7.0), after)
     n = 2 * size + 1
     out, after = np.empty(n), size * np.arange(n) + size * (size + 1) / 2
     options: dict[str, Any] = {"algorithm": "ring"} if case == "ring" else {}
@@ -195,13 +201,45 @@ def test_an_interrupt_of_the_planner(
     found = collective(case, used)
     victim = ranks.size - 1
     place = ranks.seed % step
-    between = {"_course", "_planned", "tag"}  # the rounds of an agreement
+    between = {"_agree", "tag"}  # the rounds of an agreement
     arguments = (found, form, None, {"plan"}, used, ranks, victim, PLANNERS, between)
     while _interrupted(place, *arguments):  # type: ignore[arg-type]
         place += step
     assert place > 3
     if check:
         used.Free()
+
+
+@pytest.mark.parametrize("case", ["ring", "uneven"])
+def test_an_interrupt_of_a_plan_that_is_made(case: str, comm: Comm, ranks: Ranks) -> None:
+    """The plans that are made after it have the same tags on all ranks."""
+    found = collective(case, comm)
+    files = {"flight.py", "link.py", "opened.py", "plan.py", "progress.py", "record.py", "tags.py"}
+    between = {"_agree", "exchange", "_bound", "tag"}  # the rounds of an agreement
+    place, hit = 0, True
+    step = 3 * ranks.size if ranks.size > 2 else 1
+    while hit:
+        plan, error = None, None
+        begin = {"next_sequence"} if comm.rank == comm.size - 1 else set()
+        with Interrupts(place, files, begin, between) as interrupts:
+            try:
+                plan = found.prepare(comm)
+            except Interrupted as caught:
+                error = caught
+        assert (error is not None) == interrupts.hit, interrupts.where
+        twice = [found.prepare(comm) for _ in range(2)]
+        found.clear()
+        for one in reversed(twice):
+            one.Start()
+        for one in twice:
+            one.Wait()
+            one.Free()
+        assert found.is_right(), interrupts.where
+        if plan is not None:
+            plan.Free()
+        hit = any(ranks.comm.allgather(interrupts.hit))
+        place += step
+    assert place > 2
 
 
 @pytest.mark.parametrize("frees", [False, True], ids=["goes on", "frees"])

@@ -441,6 +441,72 @@ def test_datatypes_of_a_plan_may_be_freed(world: Comm) -> None:
     request.Free()
 
 
+@pytest.mark.parametrize("what", ["pickled", "native", "derived"])
+def test_a_native_call_with_something_in_flight(ranks: Ranks, world: Comm, what: str) -> None:
+    """One rank waits after it, the others before."""
+    n = 300_000
+    out = np.empty(n)
+    comm: Any = world.Create_cart([world.size], [True])
+    request = comm.Iallreduce(np.ones(n), out)
+    if ranks.rank:
+        request.Wait()
+    if what == "pickled":
+        assert comm.allreduce(1) == comm.size
+    elif what == "native":
+        gathered = np.empty(2)
+        comm.Neighbor_allgather(np.array([1.0 * ranks.rank]), gathered)
+        assert gathered.tolist() == [(ranks.rank + step) % comm.size for step in (-1, 1)]
+    else:
+        comm.Dup().Free()
+    request.Wait()
+    assert (out == comm.size).all()
+    comm.Free()
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["Waitany", "Waitsome"])
+def test_inactive_persistent_requests_of_mpi4py(ranks: Ranks, world: Comm, some: bool) -> None:
+    """They are passed over, as in mpi4py's own lists."""
+    got = np.empty(1)
+    comm = MPI.Intracomm(world)
+    inactive = comm.Recv_init(got, MPI.PROC_NULL)
+    persistent = comm.Recv_init(got, ranks.rank, 7)
+    persistent.Start()
+    sent = comm.Isend(np.ones(1), ranks.rank, 7)
+    ours, out = started(world)
+    requests = [inactive, ours, persistent]
+    seen: list[int] = []
+    while True:
+        if some:
+            found = Request.Waitsome(requests)
+            if found is None:
+                break
+            seen += found
+        else:
+            number = Request.Waitany(requests)
+            if number == MPI.UNDEFINED:
+                break
+            seen.append(number)
+    assert sorted(seen) == [1, 2]
+    assert out.tolist() == [world.size] * 3
+    sent.Wait()
+    inactive.Free()
+    persistent.Free()
+
+
+def test_statuses_of_the_caller_are_filled_in(ranks: Ranks, world: Comm) -> None:
+    comm = MPI.Intracomm(world)
+    got = np.empty(2)
+    ours, _ = started(world)
+    theirs = comm.Irecv(got, ranks.rank, 5)
+    sent = comm.Isend(np.ones(2), ranks.rank, 5)
+    mine = [MPI.Status() for _ in range(2)]
+    while not Request.Testall([ours, theirs], given := list(mine)):
+        pass
+    assert all(one is other for one, other in zip(given, mine, strict=True))
+    assert (mine[0].Get_count(), mine[1].Get_count(MPI.DOUBLE)) == (0, 2)
+    sent.Wait()
+
+
 # -- dropped, and freed under way -------------------------------------------------------
 
 
@@ -611,7 +677,7 @@ def test_startall_of_both_kinds(ranks: Ranks, world: Comm) -> None:
 
 
 def test_more_plans_than_tags(twin: Any) -> None:
-    twin._link.tags._plans = 4
+    twin._link.tags.allow(4)
 
     def made(value: float) -> tuple[Prequest, Array]:
         out = np.empty(2)
@@ -684,7 +750,7 @@ def test_a_plan_that_can_not_be_set_up_leaves_nothing(
 
 
 def test_a_plan_that_was_refused_gives_its_tag_back(twin: Any) -> None:
-    twin._link.tags._plans = 2
+    twin._link.tags.allow(2)
     for _ in range(6):
         with pytest.raises(ValueError, match=f"Allreduce_init on rank {twin.rank}: mismatch"):
             twin.Allreduce_init(np.ones(3), np.empty(2))
