@@ -323,7 +323,8 @@ class GeneralRequest(Request, MPI.Request):
     def _over(self) -> None:
         super()._over()
         self.__dict__["_heard"].append(True)  # what it raised is in the operation
-        MPI.Request.Wait(self)
+        with contextlib.suppress(MPI.Exception):  # an interrupt of the query
+            MPI.Request.Wait(self)
 
 
 def _empty(status: MPI.Status | None) -> None:

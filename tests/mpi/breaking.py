@@ -329,7 +329,7 @@ def many(comm: Any) -> None:
     mpicoll.Request.Waitall([comm.Iallreduce(d(3), d(3)) for _ in range(8)])
 
 
-def rest(comm: Any) -> None:
+def behind(comm: Any) -> None:
     """Wait for a request without a limit, behind one whose limit is over."""
     limited, other = (
         comm.Iallreduce(d(3), d(3), timeout=LIMIT),
@@ -368,7 +368,7 @@ def elsewhere(seen: Seen) -> None:
     first, second = (mpicoll.Comm(world.Dup(), timeout=LIMIT) for _ in range(2))
     trial("two at once", first, (second if last else first).Barrier)
 
-    for case, made in (("many requests", many), ("asked for status", ask), ("no limit", rest)):
+    for case, made in (("many requests", many), ("asked for status", ask), ("no limit", behind)):
         comm = mpicoll.Comm(world.Dup(), timeout=LIMIT)
         trial(case, comm, (lambda: time.sleep(LIMIT + ASK + 1)) if last else partial(made, comm))
 

@@ -313,9 +313,10 @@ def test_what_is_said_of_the_others(jobs: dict[str, Future[Ended]], name: str) -
         assert done.of(case=case, last=True)[0]["error"] == ""
     for line in done.of(case="no limit", last=False):
         assert line["error"] == "PoisonedError", line
-    for line in done.of(case="two at once"):
-        if "after" not in line:
-            assert (line["error"], line["silent"]) == ("CollectiveTimeout", []), line
+    together = [line for line in done.of(case="two at once") if "after" not in line]
+    assert {line["error"] for line in together} == {"CollectiveTimeout"}
+    # Whoever asks first is answered, and may have left before it is asked itself.
+    assert any(line["silent"] == [] for line in together), together
     for line in done.of(case="another communicator", last=False):
         assert (line["error"], line["silent"]) == ("CollectiveTimeout", []), line
         assert f"all ranks answered; rank {last}: in barrier on another communicator" in (
