@@ -10,7 +10,8 @@ added, which must agree on all ranks:
 - ``timeout``: the time limit in seconds, 0 for none, in place of the communicator's.
 
 Methods of objects (``bcast``, ``allreduce`` and their kin), the making of communicators
-and `Free` have no non-blocking form in the MPI, and so no time limit.
+and `Free` have no non-blocking form in the MPI, and so no time limit; but what is in flight
+on the communicator is completed first, under its own.
 
 Bad arguments raise before anything is sent and leave every buffer as it was. Where ranks
 must first agree on counts (reduce-scatter without ``recvcounts``, gatherv and scatterv by
@@ -102,7 +103,10 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
         self.__dict__.pop("_mpicoll_link", None)
 
     def _complete(self) -> None:
-        """Complete what is in flight here, before a call in which this rank can not drive it."""
+        """Complete the non-blocking collectives in flight here.
+
+        Before a call of all ranks in which this one can not drive them.
+        """
         link = self.__dict__.get("_mpicoll_link")
         if isinstance(link, Link):
             link.complete(persistent=False)
@@ -110,8 +114,9 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
     def _native(self, native: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Call a method that stays the MPI's own, and count it.
 
-        Under a time limit it runs as its non-blocking form, where the MPI has one; else what is
-        in flight here is completed first.
+        Under a time limit a blocking one runs as its non-blocking form, where the MPI has one.
+        Else the non-blocking collectives in flight here are completed first, since nothing
+        drives them while the MPI waits.
         """
         link, name = self._link, native.__name__
         link.stats.add_native(name)
@@ -120,7 +125,8 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
         begin = getattr(MPI.Topocomm, f"I{name[:1].lower()}{name[1:]}", None)
         if link.settings.timeout is None or begin is None or name[0].islower():
             # The same form on all ranks, be there something in flight or not: they do not match.
-            self._complete()
+            if not name.startswith("I") and not name.endswith("_init"):
+                self._complete()
             return native(self, *args, **keywords)
         link.wait_native(name, lambda: begin(self, *args, **keywords), link.settings.timeout)
         return None
@@ -165,7 +171,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """Make a communicator of a group; collective over the group."""
-        self._complete()
+        # Of the ranks of the group only: nothing is completed, for which all would have to come.
         return self._adopt(super().Create_group(group, tag))
 
     def Create_cart(
@@ -237,11 +243,13 @@ def _counted(native: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Comm, *args: Any, **keywords: Any) -> Any:
         return self._native(native, args, keywords)
 
-    limited = (
-        "under a time limit it runs as its non-blocking form"
-        if native.__name__[0].isupper()
-        else "it has no time limit, since the MPI has no non-blocking form of it"
-    )
+    name = native.__name__
+    if name.startswith("I") or name.endswith("_init"):
+        limited = "it has no time limit"
+    elif name[0].isupper():
+        limited = "under a time limit it runs as its non-blocking form"
+    else:
+        limited = "it has no time limit, since the MPI has no non-blocking form of it"
     method.__doc__ = f"{native.__doc__}\n\nThis is the MPI's own; {limited}."
     return method
 

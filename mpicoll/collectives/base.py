@@ -117,6 +117,9 @@ def forms(
                     link.run(planned, opened.record)
                     link.closed(opened.record, None)
                     return
+                again = partial(plan, self, opened, args, options, fault)
+                course = self._course(_first(planned, again), name, opened, {})
+                operation = progress.Operation(link, opened.record, course)
             except BaseException as error:
                 make = partial(plan, self, opened, args, options, fault)
                 if not link.has_begun(opened.record) and _is_foreign(error, make, opened):
@@ -127,16 +130,13 @@ def forms(
                 opened.release()
                 link.closed(opened.record, raised)
                 raise raised.with_traceback(error.__traceback__) from None
-            # A planner that has to agree first was not begun, and can be asked anew.
-            again = partial(plan, self, opened, args, options, fault)
-            make = partial(_same, planned) if isinstance(planned, Plan) else again
-            course = self._course(make, name, opened, {})
         else:
             given = _given(planner, args, options) if link.settings.check else {}
             course = self._course(
                 lambda: plan(self, opened, args, options, fault), name, opened, given
             )
-        progress.Operation(link, opened.record, course).wait(time_limit)
+            operation = progress.Operation(link, opened.record, course)
+        operation.wait(time_limit)
 
     def nonblocking(self: Base, *args: Any, **options: Any) -> Request:
         link = self._link
@@ -351,7 +351,7 @@ class Base:
         link, first = self._link, opened.record
         tag = link.tags.take_plan()  # before anything can fail: all ranks take one
         plans: list[Plan] = []
-        unwanted: list[BaseException] = []
+        unwanted = False
 
         def give_back() -> None:
             link.tags.give_plan(tag)
@@ -381,8 +381,8 @@ class Base:
             plan = plans[0]
             plan.tag = tag
             execution = link.prepare(plan, replace(first))
-        except BaseException as error:
-            unwanted.append(error)  # one that is interrupted goes on planning with the others
+        except BaseException:
+            unwanted = True  # one that is interrupted goes on planning with the others
             if operation.done:
                 give_back()
             raise
@@ -422,8 +422,10 @@ def _planned(
     return planned if isinstance(planned, Plan) else (yield from planned)
 
 
-def _same(planned: Planning) -> Planning:
-    return planned
+def _first(planned: Planning, again: Callable[[], Planning]) -> Callable[[], Planning]:
+    """Return what hands over what was planned, and asks the planner when called once more."""
+    left = [planned]
+    return lambda: left.pop() if left else again()
 
 
 def _is_foreign(error: BaseException, make: Callable[[], Planning], opened: Opened) -> bool:
@@ -432,7 +434,8 @@ def _is_foreign(error: BaseException, make: Callable[[], Planning], opened: Open
     A planner that is asked again says so. What it raises once alone came by a handler of signals,
     or for want of memory: the other ranks know of no error, and wait for this one.
     """
-    return opened.record.step == 0 and not isinstance(error, GeneratorExit) and not _refuses(make)
+    nothing_sent = not opened.record.rounds and not isinstance(error, GeneratorExit)
+    return nothing_sent and not _refuses(make)
 
 
 def _refuses(make: Callable[[], Planning]) -> bool:

@@ -39,11 +39,11 @@ _NO_BYTES: Bytes = np.empty(0, np.uint8)
 Posting: TypeAlias = tuple[Any, ...]
 IRECV, ISEND = MPI.Comm.Irecv, MPI.Comm.Isend
 # Calls what its first argument is; in C, as `post` needs it.
-_call: Callable[..., Any]
+call: Callable[..., Any]
 if sys.version_info >= (3, 11):
-    from operator import call as _call
+    from operator import call
 else:
-    _call = type(MPI.Comm.Irecv).__call__
+    call = type(MPI.Comm.Irecv).__call__
 
 
 def post(requests: list[MPI.Request], wanted: Sequence[Posting]) -> None:
@@ -52,7 +52,7 @@ def post(requests: list[MPI.Request], wanted: Sequence[Posting]) -> None:
     Handlers of signals run between two instructions of Python, and what they raise would
     lose a request that a call into MPI has just returned. Here there is none between.
     """
-    requests += starmap(_call, wanted)
+    requests += starmap(call, wanted)
 
 
 class Reduction(Protocol):

@@ -369,7 +369,10 @@ class Link:
         program = compiled(schedule, np.dtype(np.int64).itemsize)
         recipe = Recipe(Algorithm("agreement", name, lambda _: schedule), program)
         execution, work = self._bound(Plan(recipe, tag, source, target), record)
-        yield execution
+        try:
+            yield execution
+        finally:
+            record.rounds += 1
         self.scratch.give(work)
         execution.raise_failure()
         self.stats.add(recipe)

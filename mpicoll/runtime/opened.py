@@ -47,6 +47,8 @@ class Opened:
                 if buffer is not None:
                     self.held += buffer.own_datatypes()
         if staging.MET:
+            if self.lane is not None:
+                self.lane.close()  # of a planner that is asked again
             self.lane = staging.lane_of(buffers, self.link.settings, self.link.size)
 
     def folds(self, reduction: Reducer, compress: object) -> Reducer:

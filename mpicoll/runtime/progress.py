@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mpicoll.errors import CollectiveTimeout
 from mpicoll.runtime import watchdog
-from mpicoll.runtime.executor import Execution
+from mpicoll.runtime.executor import Execution, call
 from mpicoll.runtime.record import Record
 
 if TYPE_CHECKING:
@@ -152,9 +152,10 @@ class Operation:
         self._execution = None
         self.error = self.error or error  # the first, if an interrupt had it come here again
         self.link.over(self.record, self.error)
+        ending = filter(call, self.on_end)  # calls nothing yet
+        # No interrupt comes between these two, nor within them, see `post`.
         self.done = True
-        with contextlib.suppress(IndexError):  # another thread may have been faster
-            self.on_end.pop()()
+        self.on_end[:] = ending
 
     def pending(self) -> tuple[int, ...]:
         """Return the ranks whose messages the present step waits for.
@@ -181,8 +182,7 @@ class Operation:
             try:
                 start = time.perf_counter()
                 self._wait(limit)
-                if self.link.tracer is not None and self.record.form != "blocking":
-                    self.link.tracer.waited(self.record, start, time.perf_counter())
+                self.note_wait(start)
             except (CollectiveTimeout, MPI.Exception):
                 discard(self)  # nothing can be posted any more
                 raise
@@ -191,6 +191,11 @@ class Operation:
                 raise
         if self.error is not None:
             raise self.error
+
+    def note_wait(self, start: float) -> None:
+        """Put a wait that ends now into the trace, if there is one."""
+        if self.link.tracer is not None and self.record.form != "blocking":
+            self.link.tracer.waited(self.record, start, time.perf_counter())
 
     def _wait(self, limit: float | None) -> None:
         self.come(limit)

@@ -55,6 +55,8 @@ class Record:
     site: str = ""
     error: str = ""
     stages: Sequence[StageTime] = ()
+    # Rounds in which the ranks have agreed on something before the call; in no dump.
+    rounds = 0
 
     def __init__(
         self,

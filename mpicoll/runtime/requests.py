@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from mpi4py import MPI
@@ -230,8 +231,16 @@ class Request:
         cls, requests: Sequence[_Any], statuses: list[MPI.Status] | None = None
     ) -> list[Any]:
         """Wait for all and return their objects; a collective has None."""
-        _watch_of(requests)
-        return [request.wait(_status(statuses, number)) for number, request in enumerate(requests)]
+        watch = _watch_of(requests)
+        found: list[Any] = []
+        for number, request in enumerate(requests):
+            status = _status(statuses, number)
+            if isinstance(request, Request):
+                _waited(request, status, watch)
+                found.append(None)
+            else:
+                found.append(_until(partial(_object, request, status), watch or _unwatched)[0])
+        return found
 
     def _hold(self) -> None:
         """Let its time limit run from now on, unless it runs already."""
@@ -315,7 +324,8 @@ class GeneralRequest(Request, MPI.Request):
             return
         # The MPI gives it back when it is complete, be that before or after this.
         with contextlib.suppress(MPI.Exception):
-            MPI.Request.Free(self)
+            if MPI.Request.__bool__(self):
+                MPI.Request.Free(self)
 
     def _is_active(self) -> bool:
         return super()._is_active() and MPI.Request.__bool__(self)
@@ -378,8 +388,19 @@ def _waited(request: _Any, status: MPI.Status | None, watch: Callable[[], None] 
     """Wait for one request while all operations are driven and some are watched."""
     if watch is None and (isinstance(request, Request) or not progress.active()):
         request.Wait(status)
-    else:
-        progress.await_(lambda: request.Test(status), watch or _unwatched)
+        return
+    operation = request._operation if isinstance(request, Request) else None
+    start = time.perf_counter()
+    waits = operation is not None and not operation.done
+    progress.await_(lambda: request.Test(status), watch or _unwatched)
+    if operation is not None and waits:
+        operation.note_wait(start)
+
+
+def _object(request: MPI.Request, status: MPI.Status | None) -> tuple[Any, bool]:
+    """Return the object that has come for a request, and whether it has."""
+    done, found = request.test(status)
+    return found, done
 
 
 def _unwatched() -> None:
@@ -389,7 +410,9 @@ def _unwatched() -> None:
 _Answer = TypeVar("_Answer")
 
 
-def _until(ask: Callable[[], tuple[_Answer, bool]]) -> tuple[_Answer, bool]:
+def _until(
+    ask: Callable[[], tuple[_Answer, bool]], watch: Callable[[], None] = _unwatched
+) -> tuple[_Answer, bool]:
     """Ask until the answer is true, driving all operations meanwhile."""
     found = ask()
     if not found[1]:
@@ -399,7 +422,7 @@ def _until(ask: Callable[[], tuple[_Answer, bool]]) -> tuple[_Answer, bool]:
             found = ask()
             return found[1]
 
-        progress.await_(asked, _unwatched)
+        progress.await_(asked, watch)
     return found
 
 
@@ -409,8 +432,7 @@ def _some(
     active = False
     done: list[int] = []
     for number, request in enumerate(requests):
-        status = MPI.Status() if statuses is None else _status(statuses, len(done))
-        known, over = _tested(request, status)
+        known, over = _tested(request, _status(statuses, len(done)))
         if known and over:
             done.append(number)
         active = active or known

@@ -119,6 +119,7 @@ def _tell(link: Link, kind: str, operation: Operation | None, to: list[int]) -> 
 def _expire(operation: Operation) -> NoReturn:
     """Ask the others, poison the communicator, and raise CollectiveTimeout."""
     link, record = operation.link, operation.record
+    _PARKED.append(operation)
     if link.asked:  # for another call of this rank, which raised what they said
         raise PoisonedError(link.poison)
     link.asked = True
@@ -143,7 +144,6 @@ def _expire(operation: Operation) -> NoReturn:
     error.algorithm, error.step, error.steps = record.algorithm, record.step, record.steps
     error.waits, error.silent = waits, silent
     record.error = f"CollectiveTimeout: {error}"
-    _PARKED.append(operation)
     RECORDER.dump(link.settings.flight, record.error)
     raise error
 

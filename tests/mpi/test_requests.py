@@ -463,6 +463,45 @@ def test_a_native_call_with_something_in_flight(ranks: Ranks, world: Comm, what:
     comm.Free()
 
 
+@pytest.mark.parametrize("what", ["neighbours", "group"])
+def test_what_is_not_of_all_ranks_waits_for_none(ranks: Ranks, world: Comm, what: str) -> None:
+    """The last rank starts the collective when the first has gone through another call."""
+    n, last = 300_000, world.size - 1
+    out, gathered = np.empty(n), np.empty(2)
+    ring: Any = world.Create_cart([world.size], [True])
+    plain = MPI.Intracomm(world)
+    if ranks.rank == last > 0:
+        plain.recv(source=0)
+    request = ring.Iallreduce(np.ones(n), out)
+    if what == "neighbours":
+        other = ring.Ineighbor_allgather(np.array([1.0 * ranks.rank]), gathered)
+    elif ranks.rank < max(1, last):
+        group = ring.Get_group().Incl(range(max(1, last)))
+        ring.Create_group(group).Free()
+    if ranks.rank == 0 < last:
+        plain.send(None, last)
+    request.Wait()
+    if what == "neighbours":
+        other.Wait()
+        assert gathered.tolist() == [(ranks.rank + step) % ring.size for step in (-1, 1)]
+    assert (out == ring.size).all()
+    ring.Free()
+
+
+def test_waitall_of_objects_drives(ranks: Ranks, world: Comm) -> None:
+    """Rank 1 sends the object when a collective is complete that rank 0 has to drive."""
+    n = 300_000
+    out, plain = np.empty(n), MPI.Intracomm(world)
+    request = world.Iallreduce(np.ones(n), out)
+    if ranks.rank == 0 < world.size - 1:
+        assert Request.waitall([plain.irecv(source=1), request]) == ["late", None]
+    else:
+        request.Wait()
+        if ranks.rank == 1:
+            plain.send("late", 0)
+    assert (out == world.size).all()
+
+
 @pytest.mark.parametrize("some", [False, True], ids=["Waitany", "Waitsome"])
 def test_inactive_persistent_requests_of_mpi4py(ranks: Ranks, world: Comm, some: bool) -> None:
     """They are passed over, as in mpi4py's own lists."""
