@@ -11,7 +11,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 from mpi4py import MPI
@@ -328,8 +327,11 @@ class _Thread:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        # A queue in C: an interrupt inside of a lock of Python's own would hold it for ever.
-        self._work: SimpleQueue[None] = SimpleQueue()
+        # Free when there is something new. No threading.Event: what interrupts the Python inside
+        # of one leaves its lock held for ever. No queue: CPython 3.11 may wait for ever in a
+        # `SimpleQueue.get` whose time is over.
+        self._work = threading.Lock()
+        self._work.acquire()
         self._stop = False
 
     def start(self) -> None:
@@ -339,31 +341,23 @@ class _Thread:
             self._thread.start()
 
     def wake(self) -> None:
-        if self._work.empty():
-            self._work.put(None)
+        with contextlib.suppress(RuntimeError):  # it is free already
+            self._work.release()
 
     def stop(self) -> None:
         """End it, before MPI ends."""
         if self._thread is not None:
             self._stop = True
-            self._work.put(None)
+            self.wake()
             self._thread.join()
             self._thread = None
 
     def _own(self) -> list[Operation]:
         return [] if self._stop else [one for one in active() if one.link.threaded]
 
-    def _is_woken(self, seconds: float) -> bool:
-        """Sleep; return whether something new was started meanwhile."""
-        try:
-            self._work.get(timeout=seconds)
-        except Empty:
-            return False
-        return True
-
     def _run(self) -> None:
         while not self._stop:
-            self._work.get()
+            self._work.acquire()
             nap, busy = THREAD_NAP_SECONDS, 0
             while own := self._own():
                 before = [one.record.step for one in own]
@@ -377,7 +371,7 @@ class _Thread:
                     nap, busy = THREAD_NAP_SECONDS, busy + 1
                     time.sleep(0)
                     continue
-                if self._is_woken(nap):
+                if self._work.acquire(timeout=nap):
                     nap, busy = THREAD_NAP_SECONDS, 0
                 nap = min(NAP_SECONDS, nap * 1.5)
 

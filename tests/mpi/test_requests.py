@@ -281,6 +281,19 @@ def test_mpi4py_is_told_whose_they_are(world: Comm, how: str) -> None:
     assert out.tolist() == [world.size] * 3
 
 
+def test_a_thread_is_woken_each_time(world: Comm, full: bool) -> None:
+    """Nobody else drives: the ranks wait inside the MPI, again and again."""
+    comm = Comm(MPI.Intracomm(world).Dup(), progress="thread")
+    one, every = np.empty(3), np.empty(comm.size)
+    for number in range(10_000 if full else 500):
+        mine = np.array([1.0 * number])
+        requests = [comm.Iallreduce(np.ones(3), one), comm.Iallgather(mine, every)]
+        MPI.Request.Waitall(requests)
+        assert one.tolist() == [comm.size] * 3
+        assert every.tolist() == [number] * comm.size
+    comm.Free()
+
+
 @pytest.mark.parametrize("progress", [None, "thread"])
 def test_mpi4py_is_told_of_persistent_ones(world: Comm, progress: Any) -> None:
     comm = Comm(MPI.Intracomm(world).Dup(), progress=progress)
