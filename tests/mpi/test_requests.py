@@ -520,7 +520,7 @@ def test_inactive_persistent_requests_of_mpi4py(ranks: Ranks, world: Comm, some:
     """They are passed over, as in mpi4py's own lists."""
     got = np.empty(1)
     comm = MPI.Intracomm(world)
-    inactive = comm.Recv_init(got, MPI.PROC_NULL)
+    inactive = comm.Recv_init(got, ranks.rank, 6)
     persistent = comm.Recv_init(got, ranks.rank, 7)
     persistent.Start()
     sent = comm.Isend(np.ones(1), ranks.rank, 7)
