@@ -100,6 +100,11 @@ class Seen:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"rank": self.rank, "at": time.time(), **what}) + "\n")
 
+    def keep_errors(self) -> None:
+        """Write what goes to stderr to a file: a launcher may lose it when a rank aborts."""
+        file = self._file.with_name(f"err-{self.rank}").open("w", encoding="utf-8")
+        os.dup2(file.fileno(), 2)
+
     def trial(self, what: Call, **about: Any) -> BaseException | None:
         """Do something, and write what came of it; "" is no error."""
         begun = time.perf_counter()
@@ -420,6 +425,7 @@ def raises(seen: Seen) -> None:
 
     comm = mpicoll.Comm(MPI.COMM_WORLD)
     seen.say(begun=True)
+    seen.keep_errors()
     comm.Allreduce(d(3), d(3), op=MPI.Op.Create(fail, commute=True))
     seen.say(end=True)
 

@@ -96,7 +96,8 @@ def job(
     lines = [
         json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.open("rb")
     ]
-    return Ended(process.returncode, lines, err)
+    kept = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("err-*")))
+    return Ended(process.returncode, lines, err + kept)
 
 
 def _end(process: subprocess.Popen[str], folder: Path) -> None:
