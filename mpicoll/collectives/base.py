@@ -389,10 +389,14 @@ class Base:
 
         def begin() -> progress.Operation:
             record = link.reopen(first)
-            if plan.lane is not None:
-                plan.lane.again()
-            course = progress.primed(link.again(plan, execution, record))
-            return progress.Operation(link, record, course)
+            try:
+                if plan.lane is not None:
+                    plan.lane.again()
+                course = progress.primed(link.again(plan, execution, record))
+                return progress.Operation(link, record, course)
+            except BaseException as error:
+                link.over(record, error)  # else dumps would show a run that never began
+                raise
 
         def free() -> None:
             execution.free()

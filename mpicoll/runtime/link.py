@@ -52,8 +52,8 @@ class Link:
     ``watched`` is set once a time limit was in force: from then on every call looks
     whether another rank has run into its limit. ``poison`` is why the communicator can not
     be used any more, "" while it can; ``asked`` whether this rank has asked the others why.
-    ``threaded`` says whether the progress thread drives
-    its operations, ``plain`` whether a blocking call may simply wait inside MPI.
+    ``threaded`` says whether the progress thread drives its operations, ``plain`` whether a
+    blocking call may simply wait inside MPI.
     """
 
     def __init__(self, comm: MPI.Intracomm, settings: Settings | None) -> None:
