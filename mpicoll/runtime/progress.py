@@ -199,7 +199,7 @@ class Operation:
     def _wait(self, limit: float | None) -> None:
         self.come(limit)
         self.hold_to(limit)
-        others = self.link.watched or self.link.threaded or ACTIVE not in ([], [self])
+        others = self.link.watched or self.link.threaded or len(ACTIVE) > (self in ACTIVE)
         if self.deadline is None and not others:
             discard(self)
             self.finish()
@@ -253,8 +253,8 @@ def await_(done: Callable[[], bool], watch: Callable[[], None]) -> None:
             time.sleep(min(NAP_SECONDS, NAP_SHARE * (waited - SPIN_SECONDS)))
 
 
-#: Operations in flight that nobody may be waiting for at present.
-ACTIVE: list[Operation] = []
+#: Operations in flight that nobody may be waiting for at present, in the order of their start.
+ACTIVE: dict[Operation, None] = {}
 
 
 def launch(operation: Operation, limit: float | None = None) -> None:
@@ -279,8 +279,8 @@ def launch(operation: Operation, limit: float | None = None) -> None:
 
 def keep(operation: Operation) -> None:
     """Leave an operation that was interrupted to whoever drives."""
-    if not operation.done and operation not in ACTIVE:
-        ACTIVE.append(operation)
+    if not operation.done:
+        ACTIVE.setdefault(operation)
     if operation.link.threaded:
         _THREAD.wake()
 
@@ -290,14 +290,13 @@ def adopt(operation: Operation) -> None:
 
     Dropped perhaps by the garbage collector, inside of anything: no lock may be taken.
     """
-    if operation not in ACTIVE and not operation.link.poison:
-        ACTIVE.append(operation)
+    if not operation.link.poison:
+        ACTIVE.setdefault(operation)
 
 
 def discard(operation: Operation) -> None:
     """Drive an operation no more."""
-    with contextlib.suppress(ValueError):  # another thread may have been faster
-        ACTIVE.remove(operation)
+    ACTIVE.pop(operation, None)  # another thread may have been faster
 
 
 def progress() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from mpi4py import MPI
 
 # What launchers give to their ranks: with it, a second mpiexec thinks it is one of them.
@@ -47,14 +49,14 @@ def mpiexec(size: int) -> list[str]:
 
 
 def run_job(size: int, script: str, folder: Path, *arguments: str, **variables: str) -> Ended:
-    """Run ``script`` on ``size`` ranks in ``folder``; TimeoutExpired if it hangs."""
+    """Run ``script`` on ``size`` ranks in ``folder``; a failure if it hangs."""
     file = folder / "script.py"
     file.write_text(script, encoding="utf-8")
     return run_command(size, [sys.executable, str(file), *arguments], folder, **variables)
 
 
 def run_command(size: int, command: list[str], folder: Path, **variables: str) -> Ended:
-    """Run ``command`` on ``size`` ranks, 0 for without mpiexec; TimeoutExpired if it hangs."""
+    """Run ``command`` on ``size`` ranks, 0 for without mpiexec; a failure if it hangs."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
     # A session of its own, so that all of it can be ended: mpiexec alone may leave its ranks.
     with subprocess.Popen(
@@ -76,7 +78,12 @@ def run_command(size: int, command: list[str], folder: Path, **variables: str) -
     ) as job:
         try:
             out, err = job.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
             os.killpg(job.pid, signal.SIGKILL)
-            raise
+            # In bytes, and not asked for again: a rank that is left may keep the pipe open.
+            said = b"".join(filter(None, (error.output, error.stderr))).decode(errors="replace")
+            pytest.fail(
+                f"{shlex.join(command)}\non {size} rank(s) was not over after {LIMIT} s:\n"
+                f"{said[-3000:]}"
+            )
     return Ended(job.returncode, out, err)

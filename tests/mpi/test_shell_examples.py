@@ -178,7 +178,9 @@ def test_commands_run(page: Path, outcomes: dict[str, Future[list[Failed]]]) -> 
     commands_of(page)  # each line is run or listed
     if name_of(page) in outcomes:
         for failed in outcomes[name_of(page)].result():
-            pytest.fail(f"{failed.line}\nended with {failed.status}:\n{failed.text}")
+            pytest.fail(
+                f"{failed.line}\nended with {failed.status}:\n{failed.text}", pytrace=False
+            )
 
 
 def test_what_is_listed_is_there() -> None:
