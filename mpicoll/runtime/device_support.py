@@ -261,7 +261,7 @@ def _abandoned(lock: Path) -> bool:
 
 def _circumstances() -> str:
     """Return a name for what the answer depends on."""
-    switches = {name: value for name, value in os.environ.items() if _matters(name)}
+    switches = {name: os.environ[name] for name in list(os.environ) if _matters(name)}
     what = [
         os.uname().nodename,
         sys.executable,

@@ -66,12 +66,12 @@ class Settings:
 
 
 def gather(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that concern mpicoll."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(PREFIX) and name not in SCRIPT_VARIABLES
-    }
+    """Return the variables that concern mpicoll.
+
+    No others are read: another thread may be removing them from ``os.environ``.
+    """
+    ours = (name for name in list(environment) if name.startswith(PREFIX))
+    return {name: environment[name] for name in ours if name not in SCRIPT_VARIABLES}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import pytest
 from mpi4py import MPI
 
-# What launchers give to their ranks: with it, a second mpiexec thinks it is one of them.
-# A launcher's, which a child job gets anew; and where these tests keep dumps, for a child job
-# its own folder.
+# A launcher's, which a child job gets anew: with it, a second mpiexec thinks it is a rank; and
+# where these tests keep dumps, for a child job its own folder.
 _PREFIXES = (
     *("OMPI_COMM_", "PMI", "PRTE", "HYDRA", "HYDI", "MPI_LOCAL", "I_MPI_HYDRA", "MPIR_"),
     "MPICOLL_FLIGHT",
@@ -32,6 +31,18 @@ class Ended(NamedTuple):
     status: int
     out: str
     err: str
+
+
+def environment(without: tuple[str, ...] = _PREFIXES) -> dict[str, str]:
+    """Return the variables of a child job but those that begin with one of ``without``.
+
+    pytest sets and removes one of its own for every phase of a test, perhaps while a thread
+    asks here: none is read that is not wanted, and one that is gone is passed over.
+    """
+    names = [name for name in list(os.environ) if not name.startswith((*without, "PYTEST_"))]
+    found = {name: os.environ.get(name) for name in names}
+    kept = {name: value for name, value in found.items() if value is not None}
+    return {**_YIELD, **kept, **_ROOT}
 
 
 def mpiexec(size: int) -> list[str]:
@@ -57,18 +68,10 @@ def run_job(size: int, script: str, folder: Path, *arguments: str, **variables: 
 
 def run_command(size: int, command: list[str], folder: Path, **variables: str) -> Ended:
     """Run ``command`` on ``size`` ranks, 0 for without mpiexec; a failure if it hangs."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
     # A session of its own, so that all of it can be ended: mpiexec alone may leave its ranks.
     with subprocess.Popen(
         [*(mpiexec(size) if size else []), *command],
-        env={
-            **_YIELD,
-            **environment,
-            **_ROOT,
-            "TERM": "dumb",
-            "OPENBLAS_NUM_THREADS": "1",
-            **variables,
-        },
+        env={**environment(), "TERM": "dumb", "OPENBLAS_NUM_THREADS": "1", **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

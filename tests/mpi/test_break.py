@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 from breaking import ASK, DISAGREE, FORMS, LARGE, LIMIT, METHODS, SMALL
-from childjob import _PREFIXES, _ROOT, _YIELD, mpiexec
+from childjob import environment, mpiexec
 from mpi4py import MPI
 
 import mpicoll
@@ -78,10 +78,9 @@ def job(
     folder.mkdir()
     program, *rest = mpiexec(size)
     script = [sys.executable, str(HERE / "breaking.py"), str(folder), scene]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
     process = subprocess.Popen(
         [program, *options, *rest, *script, json.dumps(arguments or {})],
-        env={**_YIELD, **environment, **_ROOT, **variables},
+        env={**environment(), **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from childjob import environment
 from mpi4py import MPI
 
 import mpicoll
@@ -215,11 +215,9 @@ def test_stats(world: mpicoll.Comm) -> None:
 def run_alone(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program on one rank, as if there were no mpiexec around."""
     prefixes = ("OMPI_", "PMI", "PMIX", "PRTE", "HYDRA", "HYDI", "MPI_LOCAL", "I_MPI_HYDRA")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**environment, **root, **variables},
+        env={**environment(prefixes), **variables},
         capture_output=True,
         text=True,
         timeout=60,

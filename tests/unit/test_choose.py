@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +115,21 @@ def test_settings() -> None:
     assert parse(gather(environment)).algorithm("allreduce") == "ring"
     assert parse({}).algorithm("allreduce") is None
     assert parse({"MPICOLL_ALLREDUCE": "auto", "MPICOLL_BCAST": ""}) == Settings()
+
+
+def test_variables_of_others_are_not_read() -> None:
+    class Changing(UserDict[str, str]):
+        """As `os.environ` while another thread sets and removes PYTEST_CURRENT_TEST."""
+
+        def __getitem__(self, name: str) -> str:
+            if name == "PYTEST_CURRENT_TEST":
+                raise KeyError(name)
+            return super().__getitem__(name)
+
+    environment = Changing({"PYTEST_CURRENT_TEST": "", "MPICOLL_ALLREDUCE": "ring"})
+    with pytest.raises(KeyError):
+        dict(environment.items())
+    assert gather(environment) == {"MPICOLL_ALLREDUCE": "ring"}
 
 
 @pytest.mark.parametrize(
