@@ -102,6 +102,33 @@ def same(one: Any, other: Any) -> bool:
     return np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
+def reals(array: Any) -> Any:
+    """Return complex numbers as their parts, others as they are."""
+    return array.view(array.dtype.char.lower()) if array.dtype.kind == "c" else array
+
+
+def chained(name: str, operands: list[Any]) -> tuple[Any, Any]:
+    """Return what the loops of the host make of the operands, and where NaNs met.
+
+    Which of two NaNs a sum or a product keeps is not settled: it differs between versions of
+    NumPy, and in some with the place in the array.
+    """
+    total = operands[0]
+    met = np.zeros(reals(total).shape, bool)
+    with np.errstate(all="ignore"):
+        for operand in operands[1:]:
+            if name in ("SUM", "PROD") and operand.dtype.kind in "fc":
+                met |= np.isnan(reals(total)) & np.isnan(reals(operand))
+            total = LOOPS[name](total, operand).astype(operand.dtype)
+    return total, met
+
+
+def same_but(one: Any, other: Any, met: Any) -> bool:
+    """Whether the bits are the same, and where NaNs met both are NaN."""
+    one, other = reals(one), reals(other)
+    return same(one[~met], other[~met]) and bool(np.isnan(one[met]).all())
+
+
 def test_each_operator_of_each_type_is_there() -> None:
     types = [*INTEGERS, *FLOATS, *HALVES, *COMPLEX, *BYTES, np.dtype(np.bool_)]
     found = {pair for pair in itertools.product(LOOPS, types) if device.supported(*pair)}
@@ -126,15 +153,12 @@ def test_fold_has_the_bits_of_numpy(name: str, dtype: Any, build: Callable[[str]
         library = build(device.fold_source(name, dtype, count))
         for items, shift in ((1, 0), (37, 0), (64, 0), (37, 1)):
             operands = [values(dtype, items + shift, rng)[shift:] for _ in range(count)]
-            expected = operands[0]
-            with np.errstate(all="ignore"):
-                for operand in operands[1:]:
-                    expected = LOOPS[name](expected, operand).astype(dtype)
+            expected, met = chained(name, operands)
             target = operands[1].copy()
             run_fold(library, dtype, target, operands)
-            assert same(target, expected)
+            assert same_but(target, expected, met)
             run_fold(library, dtype, operands[1], operands)
-            assert same(operands[1], expected)
+            assert same_but(operands[1], expected, met)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -188,10 +212,8 @@ def test_fold_of_bytes_has_the_bits_of_ml_dtypes(
         given = [one.view(dtype) for one in operands]
         if name in ("SUM", "PROD"):
             given = [one.astype(np.float32) for one in given]
-        expected = given[0]
+        expected, met = chained(name, given)
         with np.errstate(all="ignore"):
-            for operand in given[1:]:
-                expected = LOOPS[name](expected, operand).astype(operand.dtype)
             if mean_of:
                 expected /= np.float32(mean_of)
             expected = expected.astype(dtype)
@@ -199,8 +221,9 @@ def test_fold_of_bytes_has_the_bits_of_ml_dtypes(
         for low in (0, 1):  # by packs, one by one
             target = np.empty_like(operands[0])
             run_fold(library, dtype, target[low:], [one[low:] for one in operands])
-            number = on_x86() | ~np.isnan(expected[low:])  # the sign of NaN is x86's
-            assert same(target[low:][number], expected[low:][number])
+            # The sign of a NaN that comes of other than NaN is x86's.
+            free = met[low:] | (np.isnan(expected[low:]) & (not on_x86()))
+            assert same_but(target[low:].view(dtype), expected[low:], free)
 
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)

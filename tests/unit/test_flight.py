@@ -276,8 +276,11 @@ print(found)
         # A child that was forked survives the signal, and does not make its parent dump.
         (
             """
+import warnings
 print(flight.listen(folder))
-child = os.fork()
+with warnings.catch_warnings():  # Python 3.12 and later: of the listener, a second thread
+    warnings.simplefilter("ignore", DeprecationWarning)
+    child = os.fork()
 if child == 0:
     kill()
     time.sleep(0.2)
