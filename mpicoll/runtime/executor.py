@@ -38,7 +38,7 @@ _NO_BYTES: Bytes = np.empty(0, np.uint8)
 #: A message to be posted: a method of MPI, and its arguments.
 Posting: TypeAlias = tuple[Any, ...]
 IRECV, ISEND = MPI.Comm.Irecv, MPI.Comm.Isend
-# Calls what its first argument is; in C, as `post` needs it.
+# Calls the method of MPI that its first argument is; in C, as `post` needs it.
 call: Callable[..., Any]
 if sys.version_info >= (3, 11):
     from operator import call

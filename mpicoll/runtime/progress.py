@@ -11,13 +11,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator
+from operator import methodcaller
 from typing import TYPE_CHECKING, TypeAlias
 
 from mpi4py import MPI
 
 from mpicoll.errors import CollectiveTimeout
 from mpicoll.runtime import watchdog
-from mpicoll.runtime.executor import Execution, call
+from mpicoll.runtime.executor import Execution
 from mpicoll.runtime.record import Record
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class Operation:
         self._execution = None
         self.error = self.error or error  # the first, if an interrupt had it come here again
         self.link.over(self.record, self.error)
-        ending = filter(call, self.on_end)  # calls nothing yet
+        ending = filter(methodcaller("__call__"), self.on_end)  # calls nothing yet
         # No interrupt comes between these two, nor within them, see `post`.
         self.done = True
         self.on_end[:] = ending
