@@ -8,6 +8,7 @@ of them an exception is raised; so each can be tried in turn, and none depends o
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +50,14 @@ class Interrupts:
         self._begun = False
         self._last: dict[FrameType, int] = {}
         self._before: Any = None
+        self._collects = True
 
     def __enter__(self) -> Interrupts:
         self._before = sys.gettrace()
+        # Where the collector closes a generator that has not begun, a trace is told of a call.
+        # CPython looks for no signal there, and drops what is raised.
+        self._collects = gc.isenabled()
+        gc.disable()
         sys.settrace(self._call)
         return self
 
@@ -62,6 +68,8 @@ class Interrupts:
         where: TracebackType | None,
     ) -> None:
         sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
 
     @property
     def hit(self) -> bool:

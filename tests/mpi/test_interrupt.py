@@ -6,7 +6,6 @@ place of the runtime where CPython looks for signals is tried in turn.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -164,13 +163,11 @@ def _interrupted(
     requests: list[Any] = []
     error: Exception | None = None
     found.clear()
-    gc.disable()  # of what is raised where it closes a generator, Python tells nobody
     with Interrupts(place if mine else NOWHERE, files, begin, planning) as interrupts:
         try:
             found.run(comm, form, persistent, requests)
         except (Interrupted, PeerError, MismatchError) as caught:
             error = caught
-    gc.enable()
     whole = error is None
     if requests == [persistent] and persistent._operation is None:
         persistent.Start()  # nothing was begun
