@@ -300,19 +300,21 @@ def discard(operation: Operation) -> None:
     ACTIVE.pop(operation, None)  # another thread may have been faster
 
 
-def progress() -> None:
+def progress(faults: type[Exception] = MPI.Exception) -> None:
     """Drive every operation in flight a little.
 
-    What goes wrong with one is for whoever waits for it, and for no other caller.
+    What goes wrong with one is for whoever waits for it, and for no other caller. Of other
+    errors than ``faults`` nobody can know whether they are the operation's: a handler of
+    signals, too, raises what it likes.
     """
     for operation in list(ACTIVE):
         try:
             over = operation.advance()
-        except MPI.Exception as error:
-            operation.end(error)  # nothing can be posted any more
-            over = True
         except MemoryError:
             continue  # it is tried again
+        except faults as error:
+            operation.end(error)  # nothing can be posted any more
+            over = True
         if over:
             discard(operation)
 
@@ -362,7 +364,7 @@ class _Thread:
             while own := self._own():
                 before = [one.record.step for one in own]
                 start = time.thread_time()
-                progress()
+                progress(Exception)  # no handler of signals runs here
                 # While MPI has something to copy it stays awake: in its calls only does data
                 # move. Else it sleeps longer and longer, until something new is started.
                 if before != [one.record.step for one in own]:

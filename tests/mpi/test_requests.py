@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
+import time
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
@@ -291,6 +293,32 @@ def test_a_thread_is_woken_each_time(world: Comm, full: bool) -> None:
         MPI.Request.Waitall(requests)
         assert one.tolist() == [comm.size] * 3
         assert every.tolist() == [number] * comm.size
+    comm.Free()
+
+
+def test_a_fault_does_not_end_the_thread(world: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for what it drove is told, and it drives the next ones."""
+    comm = Comm(MPI.Intracomm(world).Dup(), progress="thread")
+    advance = progress.Operation.advance
+
+    def broken(operation: progress.Operation, begin: bool = False) -> bool:
+        if threading.current_thread().name == "mpicoll":
+            raise ZeroDivisionError
+        return advance(operation, begin)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Operation, "advance", broken)
+        request, _ = started(comm)
+        operation: Any = request._operation
+        until = time.monotonic() + 20
+        while not operation.done:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        with pytest.raises(ZeroDivisionError):
+            request.Wait()
+    request, out = started(comm)
+    MPI.Request.Waitall([request])  # nobody but the thread drives
+    assert out.tolist() == [comm.size] * 3
     comm.Free()
 
 
