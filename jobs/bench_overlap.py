@@ -1,6 +1,6 @@
 """Times how much of an allreduce hides behind computation, and what starting one costs.
 
-    OPENBLAS_NUM_THREADS=1 mpiexec -n 2 python jobs/bench_overlap.py
+    mpiexec -n 2 python jobs/bench_overlap.py
     mpiexec -n 2 python jobs/bench_overlap.py --compute away
 
 First table: hidden = 1 - (T_both - T_compute) / T_comm, in percent. T_comm is the best blocking
@@ -8,6 +8,10 @@ allreduce of that size (mpicoll's or the MPI's own, whichever is faster), T_comp
 products that take about as long, T_both the non-blocking allreduce started before the same
 products and waited for after them: with progress at the start and in Wait alone, with a progress
 thread, and by the MPI's own Iallreduce. All by turns; medians of the slowest rank.
+100: the allreduce costs no time beside the computation; 0: as much as the blocking one does after
+it. Below 0 it costs more, where its own work and the computation slow each other down. Above 100,
+and far below 0, it is noise: the three times are measured one after the other, and something else
+used the cores during one of them. Then take more --rounds, on a machine that is free.
 
 Products take the rank's core. With ``--compute away`` they are a pause of that time: computation
 that is done elsewhere, as on an accelerator, and leaves the core to the progress thread.
@@ -24,6 +28,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
+
+# Before NumPy comes with its BLAS, which else takes every core for each rank: the ranks would
+# then wait for each other's threads, and the tables say nothing.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
+os.environ.setdefault("MKL_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 import numpy as np
 from mpi4py import MPI
@@ -157,7 +167,9 @@ def say(comm: MPI.Intracomm, text: str) -> None:
 
 def main() -> None:
     """Run both tables."""
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 64], help="in MiB")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
@@ -169,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
     cores = len(os.sched_getaffinity(0))
-    threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or "?"
+    threads = os.environ["OPENBLAS_NUM_THREADS"]
     say(
         comm,
         f"{comm.Get_size()} ranks, {cores} cores to use, BLAS threads {threads}, "

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 import tracemalloc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,22 +16,48 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from breaking import METHODS, calls
+from childjob import run_job
 from mpi4py import MPI
 from wrong_calls import POISON, WRONG, Wrong
 
 from mpicoll import Comm, Prequest, Request, SettingError
 from mpicoll.runtime import progress
+from mpicoll.runtime.requests import FORGOTTEN, free_forgotten
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from harness import Ranks
 
 Array = np.ndarray[Any, Any]
+
+#: The methods of lists that complete requests, and those that only ask.
+COMPLETE = [
+    f"{how}{which}" for how in ("Wait", "Test", "wait", "test") for which in ("all", "any", "some")
+]
+ASK = [f"{how}_status_{which}" for how in ("Get", "get") for which in ("all", "any", "some")]
+ALONE = MPI.COMM_WORLD.size == 1
+#: mpi4py has its own since this version.
+ASKED_NATIVELY = MPI.Get_version() >= (4, 1)
 
 
 def started(comm: Any, value: float = 1.0, n: int = 3) -> tuple[Request, Array]:
     """Start a sum over all ranks; return its request and where the result comes."""
     out = np.full(n, POISON)
     return comm.Iallreduce(np.full(n, float(value)), out), out
+
+
+def failing(comm: Any) -> Request:
+    """Start a collective whose error comes at Wait, since the ranks have to agree first."""
+    request: Request = comm.Ireduce_scatter(np.ones(2 * comm.size + 1), np.empty(2))
+    return request
+
+
+def all_over(requests: list[Any]) -> None:
+    """Drive collectives until all are complete, and leave their requests as they are."""
+    for one in requests:
+        while not one.Get_status():
+            progress.progress()
 
 
 def first(ranks: Ranks, start: Callable[[], Any], check: Callable[[Any], None]) -> Any:
@@ -86,17 +113,28 @@ def test_one_request(world: Comm, native: bool) -> None:
     assert request.wait() is None
     assert request.test() == (True, None)
     assert request.Get_status() is True
+    assert request.get_status() is True
+
+
+@pytest.mark.parametrize("kind", ["Request", "Prequest"])
+def test_no_method_of_mpi4py_is_missing(kind: str) -> None:
+    """But for C handles, and parts of point-to-point messages."""
+    ours, theirs = {"Request": Request, "Prequest": Prequest}[kind], getattr(MPI, kind)
+    missing = {name for name in dir(theirs) if name[0] != "_" and not hasattr(ours, name)}
+    handles = {"f2py", "fromhandle", "fromint", "handle", "py2f", "toint"}
+    assert missing - handles == {name for name in missing if name.startswith(("Parr", "Pready"))}
 
 
 def test_the_status_is_that_of_no_message(either: Any) -> None:
-    for ask in ("Wait", "Test", "wait", "test", "Get_status"):
+    for ask in ("Wait", "Test", "wait", "test", "Get_status", "get_status"):
         request, _ = started(either)
-        if ask in ("Test", "test", "Get_status"):
+        if ask.lower() in ("test", "get_status"):
             while not request.Get_status():
                 pass
         status = MPI.Status()
         status.Set_source(7)
         status.Set_tag(7)
+        status.Set_cancelled(True)
         getattr(request, ask)(status)
         assert (status.source, status.tag) == (MPI.ANY_SOURCE, MPI.ANY_TAG), ask
         assert (status.count, status.error) == (0, MPI.SUCCESS), ask
@@ -105,7 +143,7 @@ def test_the_status_is_that_of_no_message(either: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 3, 40_000])
-@pytest.mark.parametrize("ask", ["Test", "test", "Get_status"])
+@pytest.mark.parametrize("ask", ["Test", "test", "Get_status", "get_status"])
 def test_tests_alone_complete_it(either: Any, ask: str, n: int) -> None:
     request, out = started(either, either.rank + 1.0, n)
     done: Any = False
@@ -255,18 +293,184 @@ def test_lists_of_nothing(world: Comm, kind: Any) -> None:
         assert kind.Testsome(nothing) is None
 
 
-def test_waitall_raises_when_all_are_over(world: Comm) -> None:
-    """Errors come at Wait where the ranks had to agree first; the others complete."""
-    sides = np.ones(2 * world.size + 1), np.empty(2)
-    wrong = world.Ireduce_scatter(*sides)  # the counts sum to one less than is sent
-    right, out = started(world)
+@pytest.mark.parametrize("how", ["Waitall", "waitall", "Testall", "testall"])
+def test_errors_are_raised_when_all_are_over(either: Any, how: str) -> None:
+    """The first of them; the others complete."""
+    requests: list[Any] = [failing(either), started(either)[0], failing(either)]
+    right, out = started(either)
+    requests.append(right)
+    if how in ("Testall", "testall"):
+        all_over(requests)
     with pytest.raises(
-        ValueError, match=f"Ireduce_scatter on rank {world.rank}: mismatch in send"
+        ValueError, match=f"Ireduce_scatter on rank {either.rank}: mismatch in send"
     ):
-        Request.Waitall([wrong, right])
-    assert not wrong
-    assert not right
-    assert out.tolist() == [world.size] * 3
+        getattr(Request, how)(requests)
+    assert not any(requests)
+    assert out.tolist() == [either.size] * 3
+
+
+@pytest.mark.parametrize("how", ["Waitsome", "waitsome", "Testsome", "testsome"])
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_an_error_costs_no_indices(either: Any, how: str, wrong: int) -> None:
+    """Those that are complete are told; then it is raised, once."""
+    requests = [started(either)[0], MPI.COMM_SELF.Ibarrier(), started(either)[0]]
+    requests.insert(wrong, failing(either))
+    all_over(requests)
+    found = getattr(Request, how)(requests)
+    indices = found if how[0].isupper() else found[0]
+    assert sorted(indices) == sorted({0, 1, 2, 3} - {wrong})
+    assert [bool(one) for one in requests] == [number == wrong for number in range(4)]
+    with pytest.raises(ValueError, match="mismatch in send"):
+        getattr(Request, how)(requests)
+    found = getattr(Request, how)(requests)
+    assert (found if how[0].isupper() else found[0]) is None
+
+
+@pytest.mark.parametrize("how", [*COMPLETE, *ASK])
+def test_any_iterable_is_a_list(ranks: Ranks, either: Any, how: str) -> None:
+    """It can be gone through once; one rank comes late, so that there is something to wait for."""
+    if ranks.rank == 0:
+        time.sleep(0.01)
+    requests, outs = zip(*(started(either, value) for value in range(3)), strict=True)
+    calls = 0
+    while any(requests):
+        answer = getattr(Request, how)(one for one in requests)
+        calls += 1
+        if how in ASK and answer not in (False, (MPI.UNDEFINED, False), []):
+            Request.Waitall(iter(requests))
+        assert calls < {"Waitall": 2, "Waitany": 4, "Waitsome": 4}.get(how.capitalize(), 1e6)
+    assert [out.tolist() for out in outs] == [[value * either.size] * 3 for value in range(3)]
+
+
+@pytest.mark.parametrize("bad", [None, 5, "Request"])
+@pytest.mark.parametrize("how", [*COMPLETE, *ASK, "Startall"])
+def test_what_is_no_request_is_refused(world: Comm, how: str, bad: Any) -> None:
+    plan = world.Allreduce_init(np.ones(1), np.empty(1))
+    what = "a persistent request" if how == "Startall" else "a request"
+    if how != "Startall":
+        plan.Start()
+    with pytest.raises(
+        TypeError,
+        match=rf"requests\[1\] is of type {type(bad).__name__}, expected {what} of mpicoll or",
+    ):
+        getattr(Prequest, how)([plan, bad, MPI.REQUEST_NULL])
+    assert (plan._operation is None) == (how == "Startall")  # neither begun nor given up
+    with pytest.raises(TypeError, match="not iterable"):
+        getattr(Prequest, how)(bad if bad != "Request" else plan)
+    plan.Wait()
+    plan.Free()
+
+
+def test_startall_takes_no_other_requests(world: Comm) -> None:
+    request, _ = started(world)
+    with pytest.raises(TypeError, match=r"requests\[0\] is of type .*, expected a persistent"):
+        Prequest.Startall([request])  # type: ignore[list-item]
+    request.Wait()
+
+
+# Requests of mpi4py alone, by both.
+
+
+def to_myself(pickled: bool) -> list[MPI.Request]:
+    """Return requests of a message of this rank, all complete, and a null one."""
+    comm = MPI.COMM_SELF
+    if pickled:
+        requests = [comm.irecv(source=0, tag=3), MPI.REQUEST_NULL, comm.isend("sent", 0, 3)]
+    else:
+        got, sent = np.empty(2), np.ones(2)
+        requests = [comm.Irecv(got, 0, 3), MPI.REQUEST_NULL, comm.Isend(sent, 0, 3)]
+    all_over(requests)
+    return requests
+
+
+def answer(kind: Any, how: str, requests: list[MPI.Request], statuses: int | None) -> Any:
+    """Return what a method says, what it does to the requests, and the tags of the statuses."""
+    given: Any = None if statuses is None else [MPI.Status() for _ in range(statuses)]
+    if how.endswith("any"):
+        said = getattr(kind, how)(requests, given[0] if given else None)
+    else:
+        said = getattr(kind, how)(requests, given)
+    return said, [bool(one) for one in requests], given and [one.tag for one in given]
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["buffers", "objects"])
+@pytest.mark.parametrize("how", [*COMPLETE, *ASK])
+def test_mpi4py_gives_the_same_answers(how: str, pickled: bool) -> None:
+    if how in ASK and not ASKED_NATIVELY:
+        return
+    for statuses in (None, 0, 5):
+        done = [answer(kind, how, to_myself(pickled), statuses) for kind in (MPI.Request, Request)]
+        assert done[0] == done[1], statuses
+        for nothing in ([], [MPI.REQUEST_NULL] * 2):
+            native = answer(MPI.Request, how, nothing, statuses)
+            assert answer(Request, how, nothing, statuses) == native, statuses
+    if not how.lower().startswith("wait"):
+        receive = MPI.COMM_SELF.irecv(source=0, tag=3)
+        under_way = getattr(MPI.Request, how)([receive])
+        assert getattr(Request, how)([receive]) == under_way
+        MPI.COMM_SELF.send(None, 0, 3)
+        receive.wait()
+
+
+@pytest.mark.parametrize("how", [one for one in COMPLETE if one.islower()])
+def test_objects_of_mixed_lists(ranks: Ranks, either: Any, how: str) -> None:
+    left, right = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+    ours, out = started(either)
+    requests: list[Any] = [ours, ranks.comm.irecv(source=left, tag=6), MPI.REQUEST_NULL]
+    requests += [started(either)[0], ranks.comm.isend({"rank": ranks.rank}, right, 6)]
+    found: dict[int, Any] = {}
+    while any(requests):
+        said = getattr(Request, how)(requests)
+        if how.endswith("any"):
+            if said[0] != MPI.UNDEFINED:
+                found[said[0]] = said[-1]
+        elif how.endswith("some"):
+            found.update(zip(*said, strict=True))
+        elif how == "waitall" or said[0]:
+            objects = said if how == "waitall" else said[1]
+            found = {number: one for number, one in enumerate(objects) if number != 2}
+        else:
+            assert said == (False, None)
+    assert found == {0: None, 1: {"rank": left}, 3: None, 4: None}
+    assert out.tolist() == [either.size] * 3
+
+
+@pytest.mark.parametrize("how", ASK)
+def test_asking_leaves_requests_as_they_are(ranks: Ranks, either: Any, how: str) -> None:
+    """Those that have failed too; what is wrong is for who completes them."""
+
+    def asked(requests: list[Any]) -> Any:
+        return getattr(Request, how)(requests)
+
+    nobody: Any = {"all": False, "any": (MPI.UNDEFINED, False), "some": []}[how[11:]]
+    request = first(
+        ranks, lambda: started(either)[0], lambda request: _is(asked([request]), nobody)
+    )
+    wrong = failing(either)
+    all_over([request, wrong])
+    everybody: Any = {"all": True, "any": (0, True), "some": [0, 1]}[how[11:]]
+    for _ in range(2):
+        assert asked([wrong, request]) == everybody
+        assert wrong
+        assert request
+    statuses: Any = MPI.Status() if how.endswith("any") else []
+    getattr(Request, how)([wrong, request], statuses)
+    assert how.endswith("any") or [one.tag for one in statuses] == [MPI.ANY_TAG] * 2
+    mixed = [wrong, MPI.REQUEST_NULL, request]
+    if ASKED_NATIVELY or how.endswith("all"):
+        assert asked(mixed) == ([0, 2] if how.endswith("some") else everybody)
+    else:
+        with pytest.raises(NotImplementedError):
+            asked(mixed)
+    with pytest.raises(ValueError, match="mismatch in send"):
+        wrong.Wait()
+    request.Wait()
+    none: Any = {"all": True, "any": (MPI.UNDEFINED, True), "some": None}[how[11:]]
+    assert asked([wrong, request]) == none
+
+
+def _is(found: object, wanted: object) -> None:
+    assert found == wanted
 
 
 # -- mpi4py's own functions -------------------------------------------------------------
@@ -277,7 +481,11 @@ def test_waitall_raises_when_all_are_over(world: Comm) -> None:
 )
 def test_mpi4py_is_told_whose_they_are(world: Comm, how: str) -> None:
     request, out = started(world)
-    with pytest.raises(TypeError, match=re.escape("mpicoll.Request")):
+    words = (
+        "Cannot convert a collective of mpicoll (mpicoll.Request.Waitall and its kin take it, "
+        "those of MPI.Request do not) to mpi4py.MPI.Request"
+    )
+    with pytest.raises(TypeError, match=re.escape(words)):
         getattr(MPI.Request, how)([request])
     request.Wait()
     assert out.tolist() == [world.size] * 3
@@ -634,6 +842,153 @@ def test_free_completes_what_is_in_flight(world: Comm) -> None:
         assert out.tolist() == [value * world.size] * 3
         request.Wait()
         assert not request
+
+
+@pytest.mark.parametrize("started_before", [False, True], ids=["never started", "started"])
+def test_a_dropped_plan_warns_and_is_freed(either: Any, started_before: bool) -> None:
+    """When the next one is made, which has its tag then."""
+    either._link.tags.allow(1)
+    for _ in range(3):
+        one, out = np.ones(1000), np.empty(1000)
+        buffers = weakref.ref(one), weakref.ref(out)
+        plan = either.Allreduce_init(one, out)
+        if started_before:
+            plan.Start()
+            plan.Wait()
+        del one, out
+        with pytest.warns(ResourceWarning, match=r"a persistent .* was dropped without Free"):
+            del plan
+        gc.collect()
+        assert all(ref() is not None for ref in buffers)
+        either.Allreduce_init(np.ones(1), np.empty(1)).Free()
+        assert not FORGOTTEN
+        gc.collect()
+        assert either._link.threaded or all(ref() is None for ref in buffers)
+
+
+def test_a_plan_that_is_dropped_under_way(ranks: Ranks, either: Any) -> None:
+    """It is completed, and freed when that is done."""
+    out = np.full(3, POISON)
+    plan: Any = either.Allreduce_init(np.ones(3), out)
+
+    def start() -> Any:
+        nonlocal plan
+        plan.Start()
+        with pytest.warns(ResourceWarning) as warned:
+            plan = None
+        assert {str(one.message)[:24] for one in warned} <= {
+            "a request was dropped be",
+            "a persistent collective ",
+            "a persistent allreduce #",
+        }
+        assert any("without Free" in str(one.message) for one in warned)
+
+    def check(_: None) -> None:
+        free_forgotten()
+        assert len(FORGOTTEN) == 1
+
+    first(ranks, start, check)
+    while progress.active(either._link):
+        progress.progress()
+    assert out.tolist() == [either.size] * 3
+    free_forgotten()
+    assert not FORGOTTEN
+    assert not either._link.tags._live
+
+
+def test_a_plan_that_was_freed_is_dropped_quietly(world: Comm) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = world.Allreduce_init(np.ones(1), np.empty(1))
+        plan.Free()
+        del plan
+        gc.collect()
+    assert not FORGOTTEN
+
+
+def test_a_dropped_plan_is_freed_with_its_communicator(world: Comm) -> None:
+    comm = world.Dup()
+    plan = comm.Allreduce_init(np.ones(1), np.empty(1))
+    with pytest.warns(ResourceWarning, match="dropped without Free"):
+        del plan
+    comm.Free()
+    assert not FORGOTTEN
+
+
+DROPPED_AT_THE_END = """
+import sys
+import numpy as np, mpicoll
+from mpi4py import MPI
+comm = mpicoll.Comm(MPI.COMM_WORLD, progress=sys.argv[1] or None)
+x, y = np.ones(4), np.empty(4)
+plans = [comm.Allreduce_init(x, y) for _ in range(3)]
+for plan in plans[1:]:
+    plan.Start()
+plan.Wait()
+cycle = [comm.Barrier_init()]
+cycle.append(cycle)
+if "dropped" in sys.argv[2]:
+    del plans[0]
+if "Finalize" in sys.argv[2]:
+    MPI.Finalize()
+    del plans, plan, cycle
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "dropped", "Finalize", "dropped, Finalize"])
+@pytest.mark.parametrize("thread", ["", "thread"])
+def test_plans_that_are_left_at_the_end(tmp_path: Path, thread: str, end: str) -> None:
+    """Nothing is raised when the process ends, or when they are dropped after MPI."""
+    if not ALONE:
+        return
+    done = run_job(2, DROPPED_AT_THE_END, tmp_path, thread, end, PYTHONWARNINGS="default")
+    assert done.status == 0, done.err
+    assert "Error" not in done.err
+    assert "ignored" not in done.err
+    assert done.err.count("was dropped without Free") == 2 * ("dropped" in end), done.err
+
+
+AFTER_A_TIME_OUT = """
+import gc, sys, time, warnings
+import numpy as np, mpicoll
+from mpi4py import MPI
+from mpicoll.runtime.persistent import PersistentExecution
+warnings.simplefilter("error")
+PersistentExecution.free = lambda execution: print("its MPI requests are under way")
+comm = mpicoll.Comm(MPI.COMM_WORLD, timeout=1, progress=sys.argv[1] or None)
+def start(n):
+    return comm.Iallreduce(np.ones(n), np.empty(n))
+plan, lost = [comm.Allreduce_init(np.ones(4), np.empty(4)) for _ in range(2)]
+if comm.rank == 1:
+    time.sleep(60)  # it is aborted
+request, other = start(4), start(100_000)
+plan.Start()
+lost.Start()
+dropped = start(100_000)
+for one in (request, plan):
+    try:
+        one.Wait()
+    except mpicoll.CollectiveTimeout as error:
+        print(type(error).__name__)
+    assert one
+for one in (request, plan, other):
+    one.Free()
+    assert not one
+del request, other, plan, lost, dropped, one
+gc.collect()
+print("given up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("thread", ["", "thread"])
+def test_requests_can_be_given_up_after_a_time_out(tmp_path: Path, thread: str) -> None:
+    """Freed or dropped, without a warning; their buffers live on."""
+    if not ALONE:
+        return
+    done = run_job(2, AFTER_A_TIME_OUT, tmp_path, thread)
+    assert done.out.split("\n")[:3] == ["CollectiveTimeout", "PoisonedError", "given up"], done
+    assert "Warning" not in done.err
+    assert "ignored" not in done.err
 
 
 # -- the three forms --------------------------------------------------------------------
