@@ -10,17 +10,19 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mpicoll.cli.common import console, fault_of, refuse, write_json
 from mpicoll.cli.flight_dumps import Found, read
-from mpicoll.cli.flight_findings import Finding, conclude, moments
-from mpicoll.cli.flight_graph import Place, Scene
-from mpicoll.cli.flight_words import clock, short, spans
+from mpicoll.cli.flight_findings import BYTES, Finding, conclude, moments
+from mpicoll.cli.flight_graph import LAST, Place, Scene
+from mpicoll.cli.flight_words import clock, present, short, spans
+from mpicoll.runtime.flight import ASKED, SIGNALLED
 from mpicoll.runtime.record import Record
 
 ROWS = 20  #: of a table that are shown
 
-_WORST = frozenset({"mismatch", "deadlock", "failed", "missing", "behind"})
+_WORST = frozenset({"mismatch", "deadlock", "failed", "missing", "behind", "ended"})
 
 
 def report(folder: str, json_file: str | None) -> None:
@@ -51,7 +53,7 @@ def data(scene: Scene, found: Found, findings: list[Finding]) -> dict[str, Any]:
         "missing": list(scene.missing),
         "left_out": list(found.faults),
         "note": moments(scene),
-        "findings": [asdict(finding) for finding in findings],
+        "findings": [asdict(one) | {"sequence": one.sequence % LAST} for one in findings],
         "dumps": [
             {
                 "rank": rank,
@@ -108,11 +110,9 @@ def show(screen: Console, scene: Scene, found: Found, findings: list[Finding]) -
         if any(place.reached for place in scene.places[identity].values()):
             screen.print(_progress(scene, identity, f"{group.name}, {len(group.ranks)} rank(s)"))
             screen.print()
-    dumps = scene.dumps.values()
-    reasons = " | ".join(sorted({dump.reason for dump in dumps})[:3])
-    last = clock(max(dump.wall for dump in dumps))
+    last = clock(max(dump.wall for dump in scene.dumps.values()))
     screen.print(
-        f"{len(dumps)} of {scene.world} rank(s) dumped, the last at {last}: {reasons}",
+        f"{len(scene.dumps)} of {scene.world} rank(s) dumped, the last at {last}: {_why(scene)}",
         markup=False,
     )
     if note := moments(scene):
@@ -121,28 +121,47 @@ def show(screen: Console, scene: Scene, found: Found, findings: list[Finding]) -
         screen.print(f"left out: {fault}", style="yellow", markup=False)
 
 
+def _why(scene: Scene) -> str:
+    """Return why the lowest rank dumped of those that met an error, and how many more did else.
+
+    What leads to this command is left out.
+    """
+    reasons = [dump.reason for dump in scene.dumps.values()]
+    own = [one for one in reasons if not one.startswith((SIGNALLED, ASKED))]
+    shown = (own or reasons)[0]
+    lines = [line for line in shown.splitlines() if "mpicoll doctor --flight" not in line]
+    if more := sum(one != shown for one in reasons):
+        lines.append(f"and {more} more rank(s)")
+    return "\n".join(lines)
+
+
 def _mismatch(finding: Finding) -> Table:
     table = Table("ranks", "collective", "algorithm", "count", "dtype", "operator", "root", "at")
     for row in finding.rows[:ROWS]:
         root = str(row.root) if row.root >= 0 else "-"
         names = (row.ranks, row.collective, row.algorithm or "-", str(row.count))
-        table.add_row(*names, row.dtype or "-", row.operator or "-", root, short(row.site))
+        dtype = row.dtype or (BYTES if row.count else "-")
+        table.add_row(*map(Text, (*names, dtype, row.operator or "-", root, short(row.site))))
     return table
 
 
 def _progress(scene: Scene, identity: str, title: str) -> Table:
     """Return how far the ranks are on a communicator: those alike in one row, the last first."""
-    table = Table("ranks", "completed", "in", "step", "waits for", "since", "at", title=title)
+    table = Table(
+        "ranks", "completed", "in", "step", "waits for", "since", "at", title=Text(title)
+    )
     table.title_justify = "left"
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     ranks = scene.groups[identity].ranks
     for rank, place in scene.places[identity].items():
         one = place.running[0] if place.running else None
-        where = (one.sequence, one.collective, one.step, one.site) if one else ()
-        alike[place.done.sequence if place.done else 0, where, len(place.running)].append(rank)
+        done = place.done.sequence if place.done else 0
+        where = (one.sequence, one.collective, one.step, one.waits, one.site) if one else ()
+        now = (rank in scene.ended, _own_line(scene, rank, place))
+        alike[done, where, len(place.running), now].append(rank)
     rows = sorted(alike.values(), key=lambda some: (scene.places[identity][some[0]].reached, some))
     for some in rows[:ROWS]:
-        table.add_row(*_cells(scene, identity, some))
+        table.add_row(*map(Text, _cells(scene, identity, some)))  # no markup, whatever is in it
     absent = [rank for rank in ranks if rank not in scene.dumps]
     if absent:
         table.add_row(spans(absent), "no dump", "", "", "", "", "")
@@ -158,10 +177,11 @@ def _cells(scene: Scene, identity: str, some: list[int]) -> tuple[str, ...]:
     if done and done.error:
         completed += " (error)"
     if not running:
-        site = short(done.site) if done else ""
+        site = _own_line(scene, some[0], places[some[0]]) or (short(done.site) if done else "")
         end = max(scene.dumps[rank].wall_of(_end(places[rank])) for rank in some) if done else 0.0
         since = f"completed {clock(end)}" if done else ""
-        return spans(some), completed, "no call", "", "", since, site
+        where = "ended" if some[0] in scene.ended else "no call"
+        return spans(some), completed, where, "", "", since, site
     one = running[0]
     waits = sorted({ranks[wait] for rank in some for wait in places[rank].running[0].waits})
     start = min(scene.dumps[rank].wall_of(places[rank].running[0].start) for rank in some)
@@ -169,6 +189,12 @@ def _cells(scene: Scene, identity: str, some: list[int]) -> tuple[str, ...]:
     step = f"{one.step} of {one.steps}" if one.steps else "-"
     called = f"#{one.sequence} {one.collective}{more}"
     return spans(some), completed, called, step, spans(waits), clock(start), short(one.site)
+
+
+def _own_line(scene: Scene, rank: int, place: Place) -> str:
+    """Return where a rank is in its own code; "" for one in a call, here or elsewhere."""
+    own = not place.running and not scene.dumps[rank].inside
+    return present(scene, rank) if own else ""
 
 
 def _end(place: Place) -> float:

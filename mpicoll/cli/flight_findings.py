@@ -7,7 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mpicoll.cli.flight_graph import End, Node, Scene, Target, circles, graph, runs, waiters
+from mpicoll.cli.flight_graph import (
+    LAST,
+    End,
+    Node,
+    Scene,
+    Target,
+    circles,
+    graph,
+    runs,
+    waiters,
+)
 from mpicoll.cli.flight_words import (
     ago,
     clock,
@@ -15,10 +25,13 @@ from mpicoll.cli.flight_words import (
     idle_since,
     listed,
     named,
+    present,
     short,
     spans,
     who,
 )
+from mpicoll.errors import CollectiveTimeout
+from mpicoll.runtime.flight import SIGNALLED
 from mpicoll.runtime.record import Record
 from mpicoll.schedule.contracts import REDUCTIONS, ROOTED
 
@@ -26,6 +39,7 @@ from mpicoll.schedule.contracts import REDUCTIONS, ROOTED
 UNIFORM = frozenset({"allreduce", "bcast", "exscan", "reduce", "scan"})
 #: Seconds between the first and the last dump above which they tell of different moments.
 MOMENT = 5.0
+BYTES = "bytes"  #: what a call without a datatype counts
 _LINKS = 6  # of a chain of waits that are named
 
 
@@ -51,9 +65,10 @@ _PASSED = tuple(field.name for field in fields(Row) if field.name != "ranks")
 class Finding:
     """A conclusion: ``ranks`` are those at fault, ``waiting`` those that wait because of them.
 
-    ``kind`` is "mismatch", "deadlock", "failed", "missing", "behind", "stalled" or "together".
-    Ranks are those of the world; ``since`` is the wall clock, 0.0 where it is not known.
-    ``rows`` are the calls of a mismatch.
+    ``kind`` is "mismatch", "deadlock", "failed", "missing", "behind", "ended" (its program),
+    "stalled" or "together". Ranks are those of the world; ``since`` is the wall clock, 0.0 where
+    it is not known, ``sequence`` `LAST` at the end of the program. ``rows`` are the calls of a
+    mismatch.
     """
 
     kind: str
@@ -135,7 +150,7 @@ def _passed(row: Row) -> str:
     root = f", root {row.root}" if row.root >= 0 else ""
     operator = f", {row.operator}" if row.operator else ""
     by = f" by {row.algorithm}" if row.algorithm else ""
-    count = f", {row.count} {row.dtype or 'items'}" if row.dtype or row.count else ""
+    count = f", {row.count} {row.dtype or BYTES}" if row.dtype or row.count else ""
     return f"{who(row.ranks)}: {row.collective}{by}{count}{operator}{root} at {short(row.site)}"
 
 
@@ -184,11 +199,7 @@ def _missing(scene: Scene, edges: dict[Node, list[Target]], ends: set[End]) -> I
     ranks = scene.missing
     if not ranks:
         return
-    word = "it is" if len(ranks) == 1 else "they are"
-    text = (
-        f"{who(ranks)} of {scene.world} left no dump: {word} dead, stopped, in C code that "
-        "lets no Python run, or on a host that writes elsewhere."
-    )
+    text = f"{who(ranks)} of {scene.world} left no dump: {_silence(scene, len(ranks) == 1)}"
     wanted = [end for end in ends if end.kind == "missing"]
     held, since, first = _held(scene, edges, wanted)
     if first is None:
@@ -199,50 +210,70 @@ def _missing(scene: Scene, edges: dict[Node, list[Target]], ends: set[End]) -> I
     yield Finding("missing", text, ranks, _ranks(held), first.communicator, first.sequence, since)
 
 
+def _silence(scene: Scene, alone: bool) -> str:
+    """Say what ranks without a dump may be in; it depends on why the others dumped."""
+    reasons = [dump.reason for dump in scene.dumps.values()]
+    word = "it is" if alone else "they are"
+    dead = f"{word} dead, stopped, in C code that lets no Python run,"
+    if SIGNALLED in reasons:
+        return f"{dead} or on a host that writes elsewhere."
+    signal = "Send SIGUSR1 while the job hangs, and read again."
+    if any(reason.startswith(CollectiveTimeout.__name__) for reason in reasons):
+        own = "its" if alone else "their"
+        return (
+            f"{dead} on a host that writes elsewhere, or in {own} own code where a limit does not "
+            f"ask: on another host, or where SIGUSR1 has another handler. {signal}"
+        )
+    return f"{word} dead, or met no error, and nobody has asked. {signal}"
+
+
 def _behind(scene: Scene, edges: dict[Node, list[Target]], ends: set[End]) -> Iterable[Finding]:
-    """Yield the ranks in their own code that others wait for, together where they are alike."""
+    """Yield the ranks that others wait for, in their own code or at the end of their program;
+    together where they are alike."""
     alike: dict[tuple[Any, ...], list[End]] = defaultdict(list)
     for end in sorted(ends):
-        if end.kind == "behind":
+        if end.kind in ("behind", "ended"):
             last = scene.last(end.rank)
-            key = (last.communicator, last.sequence, last.site) if last else ()
-            alike[key].append(end)
-    for group in alike.values():
+            call = (last.communicator, last.sequence, last.site) if last else ()
+            alike[end.kind, call].append(end)
+    # Who has ended waits at its end for those who wait for it.
+    calls = {node: targets for node, targets in edges.items() if node.sequence != LAST}
+    for (kind, _), group in alike.items():
         ranks = tuple(end.rank for end in group)
-        held, begun, first = _held(scene, edges, group)
+        held, begun, first = _held(scene, edges if kind == "behind" else calls, group)
         if first is None:
             continue
         since = min(idle_since(scene, rank) for rank in ranks)
-        word, has = ("is", "has") if len(ranks) == 1 else ("are", "have")
+        is_, has = ("is", "has") if len(ranks) == 1 else ("are", "have")
+        its = "its" if len(ranks) == 1 else "their"
+        what = f"{is_} behind" if kind == "behind" else f"{has} ended {its} program"
         text = (
-            f"{who(ranks)} {word} behind. {_waiting(scene, held, first, begun)} "
-            f"{_alone(scene, ranks, has)}"
+            f"{who(ranks)} {what}. {_waiting(scene, held, first, begun)} "
+            f"{_alone(scene, ranks, kind)}"
         )
-        yield Finding(
-            "behind", text, ranks, _ranks(held), first.communicator, first.sequence, since
-        )
+        yield Finding(kind, text, ranks, _ranks(held), first.communicator, first.sequence, since)
 
 
-def _alone(scene: Scene, ranks: tuple[int, ...], has: str) -> str:
-    """Say what ranks that are behind did last, and where they are."""
-    they = "It" if len(ranks) == 1 else "They"
+def _alone(scene: Scene, ranks: tuple[int, ...], kind: str) -> str:
+    """Say what ranks that are behind, or have ended, did last, and where they are."""
+    they, has, its = ("It", "has", "its") if len(ranks) == 1 else ("They", "have", "their")
     rank = ranks[0]
     last, dump = scene.last(rank), scene.dumps[rank]
     if last is None:
-        text = f"{they} {has} completed no call yet"
+        text = f"{they} {has} completed no call" + (" yet" if kind == "behind" else "")
     else:
         end = ended(scene, rank, last)
         word = "left with an error" if last.error else "completed"
         node = Node(rank, last.communicator, last.sequence)
-        text = (
-            f"{they} {word} {named(scene, node)} at {clock(end)}, {ago(dump.wall - end)} before "
-            f"the dump, and {has} been in {'its' if len(ranks) == 1 else 'their'} own code since"
-        )
-    own = next((frame for frame in dump.stack if not frame.ours), None)
-    if own is not None:
+        text = f"{they} {word} {named(scene, node)} at {clock(end)}"
+        if kind == "behind":
+            text += (
+                f", {ago(dump.wall - end)} before the dump, and {has} been in {its} own code since"
+            )
+    if kind == "behind" and (place := present(scene, rank)):
         whose = "" if len(ranks) == 1 else f" (rank {rank})"
-        text += f"; now at {short(f'{own.file}:{own.line}')} in {own.function}{whose}"
-    return text + "."
+        text += f"; now at {place}{whose}"
+    return text + (", and made no call after that." if kind == "ended" and last else ".")
 
 
 def _stalled(scene: Scene, edges: dict[Node, list[Target]], ends: set[End]) -> Iterable[Finding]:
@@ -271,13 +302,13 @@ def _together(scene: Scene, edges: dict[Node, list[Target]]) -> Iterable[Finding
         first = min(nodes, key=scene.since)
         since = scene.since(first)
         total = scene.record(first).steps
-        text = (
-            f"{who(sorted(node.rank for node in nodes))} are in {named(scene, first)} together "
-            f"since {clock(since)}, at step {spans(sorted(steps))} of {total}, and nobody is "
-            "behind: it was running when it was dumped, or messages do not get through. Dump "
-            "again: what has not moved is stuck."
-        )
         ranks = tuple(sorted(node.rank for node in nodes))
+        at = f", at step {spans(sorted(steps))} of {total}" if total else ""
+        text = (
+            f"{who(ranks)} are in {named(scene, first)} together since {clock(since)}{at}, and "
+            "nobody is behind: it was running when it was dumped, or messages do not get through. "
+            "Dump again: what has not moved is stuck."
+        )
         yield Finding("together", text, ranks, (), identity, sequence, since)
 
 

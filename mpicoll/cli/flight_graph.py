@@ -1,7 +1,8 @@
 """Who waits for whom: the running calls of all dumps as a graph.
 
 The running calls are the nodes of a graph: each points to what it waits for, that is another
-running call, or a rank that is in its own code, has failed or wrote no dump. Where its paths
+running call, or a rank that is in its own code, has failed, has ended its program or wrote no
+dump. Where its paths
 end, there is the cause; a circle through different calls is a deadlock.
 """
 
@@ -12,11 +13,15 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from mpicoll.cli.flight_dumps import Dump, Group
+from mpicoll.runtime.flight import FINALIZE
 from mpicoll.runtime.record import Record
+
+#: The number of the end of the program, as of a call that comes after all others.
+LAST = 1 << 62
 
 
 class Node(NamedTuple):
-    """A running call of a rank."""
+    """A running call of a rank, or its wait for the others at the end of the program."""
 
     rank: int
     communicator: str
@@ -24,7 +29,7 @@ class Node(NamedTuple):
 
 
 class End(NamedTuple):
-    """Where a path of waits ends: "missing", "behind" or "stalled"."""
+    """Where a path of waits ends: "missing", "behind", "ended" or "stalled"."""
 
     kind: str
     rank: int
@@ -55,12 +60,17 @@ class Scene:
         self.groups: dict[str, Group] = {}
         self.places: dict[str, dict[int, Place]] = defaultdict(dict)
         self.calls: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
+        self.ended: set[int] = set()
         for rank, dump in dumps.items():
             self._add(rank, dump)
 
     def _add(self, rank: int, dump: Dump) -> None:
         own: dict[str, list[Record]] = {identity: [] for identity in dump.groups}
         for record in dump.calls:
+            if record.collective == FINALIZE:
+                self.ended.add(rank)
+                self.calls[record.communicator, LAST][rank] = record
+                continue
             own[record.communicator].append(record)
             self.calls[record.communicator, record.sequence][rank] = record
         for identity, records in own.items():
@@ -77,17 +87,23 @@ class Scene:
         """Ranks of the world without a dump."""
         return tuple(rank for rank in range(self.world) if rank not in self.dumps)
 
-    def inside(self, rank: int) -> list[Record]:
+    def inside(self, rank: int) -> list[Node]:
         """Return the calls in which a rank waits: a blocking one, else those it may wait for."""
         running = [record for record in self.dumps[rank].calls if runs(record)]
+        if rank in self.ended:
+            ends = [record for record in running if record.collective == FINALIZE]
+            return [Node(rank, record.communicator, LAST) for record in ends]
         blocking = [record for record in running if record.form == "blocking" or record.end]
         if blocking:
-            return [max(blocking, key=lambda record: record.start)]
-        return running if self.dumps[rank].inside else []
+            running = [max(blocking, key=lambda record: record.start)]
+        elif not self.dumps[rank].inside:
+            return []
+        return [Node(rank, record.communicator, record.sequence) for record in running]
 
     def last(self, rank: int) -> Record | None:
         """Return the call of a rank that ended last."""
-        ended = [record for record in self.dumps[rank].calls if not runs(record)]
+        calls = [one for one in self.dumps[rank].calls if one.collective != FINALIZE]
+        ended = [record for record in calls if not runs(record)]
         return max(ended, key=lambda record: record.end, default=None)
 
     def record(self, node: Node) -> Record:
@@ -103,6 +119,7 @@ class Scene:
         identity, sequence = node.communicator, node.sequence
         record, ranks = self.record(node), self.dumps[node.rank].groups[identity].ranks
         found: list[Target] = []
+        together = False
         for peer in [ranks[wait] for wait in record.waits] or ranks:
             if peer == node.rank:
                 continue
@@ -111,16 +128,21 @@ class Scene:
                 continue
             place = self.places[identity].get(peer)
             if place is None or place.reached < sequence:
-                inside = [Node(peer, one.communicator, one.sequence) for one in self.inside(peer)]
-                found += inside or [End("behind", peer)]
+                if peer not in self.ended:
+                    found += self.inside(peer) or [End("behind", peer)]
+                elif sequence == LAST:
+                    together = True
+                else:
+                    found.append(End("ended", peer))
                 continue
             theirs = self.calls[identity, sequence].get(peer)
             if theirs is not None and runs(theirs):
                 # Who waits for nobody in particular is not held up by those who came as well.
+                together = together or not record.waits
                 found += [Node(peer, identity, sequence)] if record.waits else []
             elif theirs is not None and theirs.error:
                 found.append(End("behind", peer))
-        return found or [End("stalled", node.rank)]
+        return found if found or together else [End("stalled", node.rank)]
 
 
 # -- the graph --------------------------------------------------------------------------
@@ -128,11 +150,7 @@ class Scene:
 
 def graph(scene: Scene) -> dict[Node, list[Target]]:
     """Return what each call in which a rank waits is waiting for."""
-    todo = deque(
-        Node(rank, record.communicator, record.sequence)
-        for rank in scene.dumps
-        for record in scene.inside(rank)
-    )
+    todo = deque(node for rank in scene.dumps for node in scene.inside(rank))
     found: dict[Node, list[Target]] = {}
     while todo:
         node = todo.popleft()

@@ -6,18 +6,20 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
-from mpicoll.cli.flight_graph import Node, Scene
+from mpicoll.cli.flight_graph import LAST, Node, Scene
 from mpicoll.runtime.record import Record
 
 
 def named(scene: Scene, node: Node) -> str:
     """Return a call with its algorithm, sequence number, communicator and site."""
+    group = scene.groups[node.communicator].name
+    if node.sequence == LAST:
+        return f"finalize (the end of the program, on {group})"
     record = scene.record(node)
     by = f" by {record.algorithm}" if record.algorithm else ""
     form = "" if record.form == "blocking" else f"{record.form} "
     return (
-        f"{form}{record.collective}{by} (call #{node.sequence} on "
-        f"{scene.groups[node.communicator].name}, {short(record.site)})"
+        f"{form}{record.collective}{by} (call #{node.sequence} on {group}, {short(record.site)})"
     )
 
 
@@ -30,6 +32,12 @@ def idle_since(scene: Scene, rank: int) -> float:
     """Return the wall clock at which the last call of a rank ended, if it made one."""
     last = scene.last(rank)
     return ended(scene, rank, last) if last else scene.dumps[rank].joined
+
+
+def present(scene: Scene, rank: int) -> str:
+    """Return the line at which a rank is and its function, "" where its dump does not say."""
+    own = next((frame for frame in scene.dumps[rank].stack if not frame.ours), None)
+    return f"{short(f'{own.file}:{own.line}')} in {own.function}" if own else ""
 
 
 def who(ranks: str | Sequence[int]) -> str:
@@ -71,6 +79,9 @@ def short(site: str) -> str:
 
 def clock(wall: float) -> str:
     """Return a time of the wall clock here, with the day unless it is today."""
-    now = time.localtime(wall)
+    try:
+        now = time.localtime(wall)
+    except (OSError, OverflowError, ValueError):
+        return "an unknown time"  # of a clock that went wrong
     day = "" if now[:3] == time.localtime()[:3] else "%Y-%m-%d "
     return time.strftime(f"{day}%H:%M:%S", now)

@@ -1,8 +1,9 @@
 """The flight recorder: the last calls of this process in memory, and their dump as JSON.
 
 `RECORDER.keep` is called once per collective and costs some hundred nanoseconds. A dump is
-written when something is wrong: at a time-out, at an error, at SIGUSR1. `python -m mpicoll
-doctor --flight DIR` reads the dumps of all ranks.
+written when something is wrong: at a time-out, at an error, at SIGUSR1, or when a rank of this
+host whose time limit is over asks for it. `python -m mpicoll doctor --flight DIR` reads the
+dumps of all ranks.
 
 Times in a dump are of `time.perf_counter`; its ``clock`` is a pair (counter, wall clock)
 taken together, by which a reader converts them.
@@ -12,25 +13,33 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from mpicoll._version import __version__
+from mpicoll.runtime import flight_ask
+from mpicoll.runtime.flight_ask import Question
+from mpicoll.runtime.handlers import is_free
 from mpicoll.runtime.record import Record
 
 FORM = 1  #: of a dump; raised when a field changes its meaning
 KEPT = 256  #: calls that are kept
 FRAMES = 32  #: of the innermost ones of a stack that a dump shows
 FILE = "rank-{:05d}.json"
+SIGNALLED = "SIGUSR1"  #: the reason of a dump at the signal
+ASKED = "asked by rank"  #: how that of a dump begins for which another rank has asked
+#: What a rank is in that has ended its program, until the others have; under a time limit.
+FINALIZE = "finalize"
 
 _SITES = 1024  # call sites whose text is kept
 _FREED = 16  # communicators that are remembered after they were freed
@@ -89,6 +98,22 @@ class Recorder:
             self._world = {"rank": ranks[rank], "joined": time.time(), **_world()}
         self._members[identity] = Member(name, rank, ranks)
 
+    def rename(self, identity: str, name: str) -> None:
+        """Note the name that a communicator was given after it was wrapped."""
+        member = self._members.get(identity)
+        if member is not None:
+            self._members[identity] = member._replace(name=name)
+
+    def name(self, identity: str) -> str:
+        """Return the name of a communicator, its identity where it has none."""
+        member = self._members.get(identity)
+        return member.name if member is not None else identity
+
+    def last(self, identity: str) -> Record | None:
+        """Return the last call on a communicator that is kept, the end of the program aside."""
+        calls = (one for one in reversed(self._recent.copy()) if one.communicator == identity)
+        return next((one for one in calls if one.collective != FINALIZE), None)
+
     def leave(self, identity: str) -> None:
         """Note that a communicator was freed; harmless for one that is not known."""
         member, last = self._members.pop(identity, None), self._last.pop(identity, None)
@@ -116,6 +141,32 @@ class Recorder:
         self._sites[id(code), frame.f_lasti] = code, text
         return text
 
+    # -- other ranks --------------------------------------------------------------------
+
+    def ask(self, identity: str, pids: Mapping[int, int]) -> None:
+        """Ask ranks of a communicator, given with their process ids, for their dumps.
+
+        It reaches those of this host that listen, whatever they do. Nobody waits for them.
+        """
+        member = self._members.get(identity)
+        if member is None or not pids:
+            return
+        job = self._world["job"]
+        flight_ask.ask(
+            (pid, Question(job, identity, rank, member.rank)) for rank, pid in pids.items()
+        )
+
+    def answer(self, question: Question) -> str:
+        """Return the reason of the dump for a question; "" if it is for another process."""
+        member = self._members.get(question.communicator)
+        if (
+            member is None
+            or (question.job, question.rank) != (self._world["job"], member.rank)
+            or question.by not in range(len(member.ranks))
+        ):
+            return ""
+        return f"{ASKED} {member.ranks[question.by]}, whose time limit is over"
+
     # -- the dump ---------------------------------------------------------------------
 
     def dump(self, folder: str, reason: str) -> Path | None:
@@ -128,7 +179,7 @@ class Recorder:
         temporary: Path | None = None
         try:
             data = self.snapshot(reason)
-            path = _absolute(folder) / FILE.format(data["rank"])
+            path = absolute(folder) / FILE.format(data["rank"])
             path.parent.mkdir(parents=True, exist_ok=True)
             # Threads may dump at once: each has a file of its own until it is whole.
             unique = f"{os.getpid()}-{threading.get_ident()}"
@@ -235,7 +286,7 @@ def _world() -> dict[str, Any]:
     return {"world": module.COMM_WORLD.Get_size(), "job": job, "mpi": mpi}
 
 
-def _absolute(folder: str) -> Path:
+def absolute(folder: str) -> Path:
     """Return a folder as it was meant when the program began, which may have changed its own."""
     return Path(_START, folder)
 
@@ -250,11 +301,11 @@ def _remove(path: Path) -> None:
 RECORDER = Recorder()  #: of this process
 
 
-# -- SIGUSR1 ----------------------------------------------------------------------------
+# -- SIGUSR1, and other ranks -------------------------------------------------------------
 
 
 class _Listener:
-    """A thread that dumps when SIGUSR1 comes, even while the main thread waits in MPI.
+    """A thread that dumps when SIGUSR1 or another rank asks, while the main thread goes on.
 
     Python runs a handler in the main thread between two byte codes, so not before a call of
     MPI returns. The byte that the interpreter writes to the wake-up descriptor is written by
@@ -266,6 +317,7 @@ class _Listener:
         self.pid = os.getpid()
         self._read, self.descriptor = os.pipe()
         os.set_blocking(self.descriptor, False)  # a full pipe has dumps enough to come
+        self.ear: socket.socket | None = None
 
     def start(self) -> None:
         """Take the signal; main thread only."""
@@ -273,6 +325,7 @@ class _Listener:
         signal.signal(signal.SIGUSR1, self.handle)
         # Calls of the operating system inside MPI go on as if nothing had happened.
         signal.siginterrupt(signal.SIGUSR1, False)
+        self.ear = flight_ask.listening()
         threading.Thread(target=self._wait, name="mpicoll-flight", daemon=True).start()
 
     def _take_descriptor(self) -> bool:
@@ -289,9 +342,33 @@ class _Listener:
             os.write(self.descriptor, bytes([number]))
 
     def _wait(self) -> None:
+        events = select.poll()
+        events.register(self._read, select.POLLIN)
+        if self.ear is not None:
+            events.register(self.ear, select.POLLIN)
         while True:
-            if signal.SIGUSR1 in os.read(self._read, 4096):
-                RECORDER.dump(str(self.folder), "SIGUSR1")
+            for descriptor, _ in events.poll():
+                if descriptor != self._read:
+                    reason = self._asked()
+                elif signal.SIGUSR1 in os.read(self._read, 4096):
+                    reason = SIGNALLED
+                else:
+                    continue
+                if reason is None:
+                    events.unregister(descriptor)
+                elif reason:
+                    RECORDER.dump(str(self.folder), reason)
+
+    def _asked(self) -> str | None:
+        """Return why others want a dump; "" if it was not of this process, None if none can ask.
+
+        Many may ask at once, and get one.
+        """
+        try:
+            questions = flight_ask.heard(self.ear) if self.ear is not None else []
+        except OSError:
+            return None
+        return next(filter(None, map(RECORDER.answer, questions)), "")
 
 
 _listener: _Listener | None = None
@@ -305,11 +382,11 @@ def listen(folder: str) -> bool:
     our place. Called outside the main thread, it changes the folder at most.
     """
     global _listener
-    where = _absolute(folder)
+    where = absolute(folder)
     if _listener is not None and _listener.pid == os.getpid():
         _listener.folder = where
         return signal.getsignal(signal.SIGUSR1) == _listener.handle
-    if threading.current_thread() is not threading.main_thread() or not _free():
+    if threading.current_thread() is not threading.main_thread() or not is_free(signal.SIGUSR1):
         return False
     listener = _Listener(where)
     try:
@@ -320,52 +397,24 @@ def listen(folder: str) -> bool:
     return True
 
 
-def _free() -> bool:
-    """Whether SIGUSR1 has no handler but perhaps one of the MPI.
+def deafen() -> None:
+    """Let SIGUSR1 do nothing from now on, where it was ours; for the end of the process.
 
-    MPICH takes the signal to learn of dead processes; its launcher sends it only with
-    ``-disable-auto-cleanup``.
+    Python takes its handlers away before MPI ends, and waits for other ranks there: the signal
+    to the job would end it.
     """
-    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        return False
-    handler = _c_handler()
-    return handler is None or Path(_library(handler)).name.startswith(("libmpi", "libpmpi"))
-
-
-def _c_handler() -> int | None:
-    """Return the address of the handler that a C library has installed, if any.
-
-    Python knows only those that were there when it started and those of its own.
-    """
-    import ctypes
-
-    # struct sigaction begins with the handler on Linux; the rest has less than 512 bytes.
-    action = (ctypes.c_void_p * 64)()
-    try:
-        failed = ctypes.CDLL(None).sigaction(int(signal.SIGUSR1), None, action)
-    except (AttributeError, OSError):
-        return None
-    return None if failed else action[0]
-
-
-def _library(address: int) -> str:
-    """Return the file whose code is at ``address``, an empty string if that is not known."""
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        place, *_, file = line.split(maxsplit=5)
-        first, last = (int(end, 16) for end in place.split("-"))
-        if first <= address < last:
-            return file
-    return ""
+    ours = _listener is not None and signal.getsignal(signal.SIGUSR1) == _listener.handle
+    if ours and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _after_fork() -> None:
-    # The child shares the pipe, and a signal to it must not make its parent dump.
+    # The child shares the pipe, and a signal to it must not make its parent dump. The name of
+    # the socket is its parent's.
     if _listener is None:
         return
+    if _listener.ear is not None:
+        _listener.ear.close()
     try:
         descriptor = signal.set_wakeup_fd(-1)
         if descriptor not in (-1, _listener.descriptor):

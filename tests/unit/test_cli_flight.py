@@ -16,7 +16,7 @@ from mpicoll.cli.flight_findings import Finding, conclude, moments
 from mpicoll.cli.flight_graph import Scene
 from mpicoll.cli.flight_words import clock, spans
 from mpicoll.cli.main import run
-from mpicoll.runtime.flight import Recorder
+from mpicoll.runtime.flight import ASKED, FINALIZE, SIGNALLED, Recorder
 from mpicoll.runtime.record import Record
 
 COUNTER, WALL = 1000.0, 1.7e9  #: of every dump: 1000 s after the counters began
@@ -51,6 +51,18 @@ def call(sequence: int, collective: str = "allreduce", **fields: Any) -> Record:
     return Record(sequence=sequence, collective=collective, **{**usual, **fields})
 
 
+def end(sequence: int, **fields: Any) -> Record:
+    """Return what a rank is in that has ended its program after a call."""
+    return Record(WORLD, sequence, FINALIZE, **{"start": 960.0, **fields})
+
+
+#: What a call that timed out says, as the runtime writes it.
+TIMEOUT = (
+    "CollectiveTimeout: allreduce #2 by ring on rank {} of 4 is not complete after 5 s\n"
+    "  not heard from: rank 2\n  the flight recorders: python -m mpicoll doctor --flight /x"
+)
+
+
 class Job:
     """The dumps of a run of ``size`` ranks, in a folder."""
 
@@ -68,7 +80,7 @@ class Job:
                 recorder.join(identity, name, ranks.index(rank), ranks)
         for one in calls:
             recorder.keep(one)
-        data = recorder.snapshot("SIGUSR1")
+        data = recorder.snapshot(SIGNALLED)
         usual = {
             "rank": rank,
             "world": self.size,
@@ -154,6 +166,89 @@ def test_a_missing_rank(tmp_path: Path) -> None:
     assert "Who waits for whom: 1 → 0 → 3 → 2." in found.text
 
 
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (
+            TIMEOUT,
+            "Rank 2 of 4 left no dump: it is dead, stopped, in C code that lets no Python run, on "
+            "a host that writes elsewhere, or in its own code where a limit does not ask: on "
+            "another host, or where SIGUSR1 has another handler. Send SIGUSR1 while the job hangs",
+        ),
+        ("ValueError: x", "left no dump: it is dead, or met no error, and nobody has asked. Send"),
+    ],
+)
+def test_a_rank_that_nobody_has_asked(tmp_path: Path, reason: str, words: str) -> None:
+    job = Job(tmp_path, 4)
+    for rank in (0, 1, 3):
+        job.dump(rank, call(1), call(2, waits=(2,)), reason=reason)
+    assert words in job.finding().text
+
+
+def test_a_rank_that_has_ended_its_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, 3)
+    ours = [{"file": "/x/progress.py", "line": 1, "function": "wait", "ours": True}]
+    job.dump(0, call(1), call(2, waits=(2,)))
+    job.dump(1, call(1, end=940.0), end(1), stack=ours)
+    job.dump(2, call(1), call(2, waits=(1,)))
+    found = job.finding()
+    assert (found.kind, found.ranks, found.waiting) == ("ended", (1,), (0, 2))
+    assert found.text == (
+        "Rank 1 has ended its program. Ranks 0, 2 wait in allreduce by ring (call #2 on "
+        f"MPI_COMM_WORLD, train.py:88) since {clock(WALL - 98)} (98.0 s). Who waits for whom: "
+        "0 → 2 → 1. It completed allreduce by ring (call #1 on MPI_COMM_WORLD, train.py:88) at "
+        f"{clock(WALL - 60)}, and made no call after that."
+    )
+    assert run(["doctor", "--flight", str(tmp_path)]) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "│ ended " in line]
+    assert "#1 allreduce" in row
+    assert "train.py:88" in row
+
+
+def test_ranks_that_end_without_a_call(tmp_path: Path) -> None:
+    job = Job(tmp_path, 3)
+    job.groups["a.1"] = ("rows", (0, 1, 2))
+    job.dump(0, call(1, waits=(1, 2), communicator="a.1"))
+    job.dump(1, end(0))
+    job.dump(2, end(0, end=961.0))
+    found = job.finding()
+    assert (found.kind, found.ranks, found.waiting) == ("ended", (1, 2), (0,))
+    assert found.text.startswith("Ranks 1, 2 have ended their program. Rank 0 waits in")
+    assert found.text.endswith("They have completed no call.")
+
+
+def test_ranks_that_wait_for_the_end_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, 3)
+    for rank in (0, 2):
+        job.dump(rank, call(1), end(1))
+    job.dump(1, call(1))
+    found = job.finding()
+    assert (found.kind, found.ranks, found.waiting) == ("behind", (1,), (0, 2))
+    assert "wait in finalize (the end of the program, on MPI_COMM_WORLD) since" in found.text
+    assert run(["doctor", "--flight", str(tmp_path), "--json", "-"]) == 1
+    assert json.loads(capsys.readouterr().out)["findings"][0]["sequence"] == 0
+
+
+def test_all_have_ended(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    for rank in range(2):
+        job.dump(rank, call(1), end(1))
+    found = job.finding()
+    assert (found.kind, found.ranks) == ("together", (0, 1))
+    assert "at step" not in found.text
+
+
+def test_a_call_of_the_mpi_that_all_are_in(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    for rank in range(2):
+        job.dump(rank, call(1), call(2, algorithm="native", waits=(), step=0, steps=0))
+    assert job.finding().kind == "together"
+
+
 def test_a_missing_rank_that_nobody_waits_for(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     job.dump(0, call(1))
@@ -229,6 +324,19 @@ def test_different_arguments(
     job.dump(0, call(1, collective, **root), call(2))
     job.dump(1, call(1, collective, **{**root, **fields}), call(2))
     assert f"at call #1 on MPI_COMM_WORLD they pass {words}. " in job.finding().text
+
+
+def test_a_call_without_a_datatype_counts_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, 2)
+    for rank in range(2):
+        nbytes = 8000 - 8 * rank
+        bare = {"operator": "", "dtype": "", "count": nbytes, "nbytes": nbytes, "root": 0}
+        job.dump(rank, call(1, "bcast", **bare))
+    assert "Rank 0: bcast by ring, 8000 bytes, root 0 at train.py:88;" in job.finding().text
+    assert run(["doctor", "--flight", str(tmp_path)]) == 1
+    assert any("│ 7992  │ bytes │" in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_counts_that_may_differ_are_no_mismatch(tmp_path: Path) -> None:
@@ -448,6 +556,37 @@ def test_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert words in text
 
 
+def test_one_error_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(tmp_path, 4)
+    job.dump(0, call(1), reason=f"{ASKED} 1, whose time limit is over")
+    for rank in (1, 2, 3):
+        timed = call(2, waits=(0,), error=TIMEOUT.format(rank))
+        job.dump(rank, call(1), timed, reason=timed.error)
+    run(["doctor", "--flight", str(tmp_path)])
+    last = capsys.readouterr().out.partition("4 of 4 rank(s) dumped")[2]
+    assert " ".join(last.split()).endswith(
+        "CollectiveTimeout: allreduce #2 by ring on rank 1 of 4 is not complete after 5 s "
+        "not heard from: rank 2 and 3 more rank(s)"
+    )
+
+
+def test_no_rank_seems_to_wait_for_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, 4)
+    for rank in range(3):
+        job.dump(rank, call(1), call(2, waits=(3,) if rank < 2 else (1, 3)))
+    job.dump(3, call(1))
+    assert run(["doctor", "--flight", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert [(row[0], row[4], row[6]) for row in rows if row[0]] == [
+        ("3", "", "data.py:12 in"),  # the rest is in the next line
+        ("0, 1", "3", "train.py:88"),
+        ("2", "1, 3", "train.py:88"),
+    ]
+
+
 def test_many_ranks_take_few_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(tmp_path, 64)
     for rank in range(63):
@@ -483,3 +622,26 @@ def test_it_loads_no_mpi(tmp_path: Path) -> None:
 def test_spans() -> None:
     assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7, 8"
     assert spans([]) == ""
+
+
+@pytest.mark.parametrize("name", ["dp[/tp]", "[bold]", "a[b", "\\[x]"])
+def test_names_are_shown_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """They are no markup, in the sentences and in the tables."""
+    job = Job(tmp_path, 2)
+    job.groups[WORLD] = (name, (0, 1))
+    job.dump(0, call(1), call(2, waits=(1,), site=f"/x/{name}.py:1", algorithm=name))
+    job.dump(1, call(1), call(2, count=7, waits=(0,), algorithm=name))
+    run(["doctor", "--flight", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert f"{name}, 2 rank(s)" in text
+    assert text.count(name) >= 3
+
+
+def test_a_clock_that_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(tmp_path, 2)
+    for rank in range(2):
+        job.dump(rank, call(1), clock={"counter": COUNTER, "wall": 1e200})
+    assert run(["doctor", "--flight", str(tmp_path)]) == 0
+    assert "the last at an unknown time" in capsys.readouterr().out

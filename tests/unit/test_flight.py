@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpicoll.cli.flight_dumps import parse
-from mpicoll.runtime import flight
+from mpicoll.runtime import flight, flight_ask
 from mpicoll.runtime.flight import Recorder, runs
 from mpicoll.runtime.record import Record
 
@@ -61,6 +61,24 @@ def test_the_last_call_of_a_communicator_is_kept_until_it_is_forgotten() -> None
     assert [group["identity"] for group in groups if not group["freed"]] == ["c0"]
     assert len(groups) == 1 + flight._FREED
     assert len(kept(recorder)) == 1 + flight._FREED
+
+
+def test_a_communicator_is_renamed() -> None:
+    recorder = Recorder()
+    recorder.join("w", "w", 0, (0,))
+    recorder.rename("w", "grads")
+    recorder.rename("freed", "x")
+    assert (recorder.name("w"), recorder.name("freed")) == ("grads", "freed")
+    assert recorder.snapshot("")["communicators"][0]["name"] == "grads"
+
+
+def test_the_last_call_is_not_the_end_of_the_program() -> None:
+    recorder = Recorder()
+    recorder.keep(record(1))
+    recorder.keep(record(1, "other"))
+    recorder.keep(Record("w", 1, flight.FINALIZE))
+    assert recorder.last("w") == record(1)
+    assert recorder.last("unknown") is None
 
 
 def test_a_record_is_dumped_as_it_is_then() -> None:
@@ -306,3 +324,118 @@ print(dumped())
 )
 def test_sigusr1(tmp_path: Path, program: str, output: str) -> None:
     assert run_program(tmp_path, program) == (0, output, "")
+
+
+# -- another rank that asks, in processes of their own ---------------------------------------
+
+ASK = """
+import json
+from mpicoll.runtime import flight_ask
+me = os.getpid()
+flight.RECORDER.join("c", "columns", 1, (2, 0))
+def reason(seconds=30.0):
+    end = time.monotonic() + seconds
+    file = Path(folder, "rank-00000.json")
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    found = json.loads(file.read_text())["reason"] if file.exists() else ""
+    file.unlink(missing_ok=True)
+    return found
+def ask(communicator="c", rank=1, by=0, pid=me, job=flight.RECORDER.snapshot("")["job"]):
+    flight_ask.ask([(pid, flight_ask.Question(job, communicator, rank, by))])
+    return reason(0.3)
+asked = "asked by rank 2, whose time limit is over"
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # Its Python runs on, and it is asked by its own recorder as by that of another one.
+        """
+flight.listen(folder)
+flight.RECORDER.ask("w", {0: me})
+while not (found := reason(0.01)):
+    pass
+assert found == "asked by rank 0, whose time limit is over", found
+""",
+        # It dumps only if it is the rank that is meant.
+        """
+flight.listen(folder)
+assert ask() == asked
+assert not ask("unknown")
+assert not ask(rank=0)
+assert not ask(by=2)
+assert not ask(job="another")
+assert ask() == asked
+""",
+        # What is no question is passed over.
+        """
+import socket
+flight.listen(folder)
+other = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+for data in (b"", b"x" * 5000, b"[" * 1000, b"[1, 2, 3]", b"[[], {}, [], []]"):
+    other.sendto(data, flight_ask._name(me))
+assert ask() == asked
+""",
+        # Many who ask at once get one dump, and whoever finds no room does not wait.
+        """
+made = []
+flight.RECORDER.dump = lambda *_: (made.append(1), time.sleep(0.5))
+flight.RECORDER.answer = lambda question: "yes"
+flight.listen(folder)
+flight_ask.ask((me, flight_ask.Question("", "c", 1, 0)) for _ in range(5000))
+time.sleep(1.5)
+assert 1 <= len(made) <= 2, made
+""",
+        # A process that does not listen, or is not there, hears nothing and nobody learns of it.
+        """
+signal.signal(signal.SIGUSR1, lambda *_: None)
+assert not flight.listen(folder)
+assert not ask()
+assert not ask(pid=1 << 30)
+flight.RECORDER.ask("w", {})
+flight.RECORDER.ask("unknown", {0: me})
+""",
+        # A program that closes what it does not know is asked no more, and signalled as ever.
+        """
+flight.listen(folder)
+os.close(flight._listener.ear.fileno())
+flight_ask.ask([(me, flight_ask.Question("", "c", 1, 0))])
+kill()
+assert reason() == "SIGUSR1"
+flight._listener.ear.detach()
+""",
+        # A child that was forked does not answer, nor does it keep its parent from that.
+        """
+import warnings
+flight.listen(folder)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    child = os.fork()
+if child == 0:
+    time.sleep(1000 if flight._listener.ear.fileno() == -1 else 0)
+    os._exit(1)
+assert not ask(pid=child)
+assert ask() == asked
+os.kill(child, signal.SIGKILL)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+""",
+    ],
+    ids=["busy", "meant", "junk", "many", "deaf", "closed", "fork"],
+)
+def test_another_rank_asks(tmp_path: Path, program: str) -> None:
+    assert run_program(tmp_path, ASK + program) == (0, "", "")
+
+
+def test_only_the_same_user_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    ear = flight_ask.listening()
+    assert ear is not None
+    question = flight_ask.Question("", "w", 0, 1)
+    flight_ask.ask([(os.getpid(), question)])
+    assert flight_ask.heard(ear) == [question]
+    assert flight_ask.listening() is None  # the name is taken
+    flight_ask.ask([(os.getpid(), question)])
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert flight_ask.heard(ear) == []
+    ear.close()
