@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -109,4 +110,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Return what is for users: the names of `__all__`, and modules that are loaded."""
+    special = [name for name in globals() if name.startswith("__")]
+    loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*__all__, *special, *(name for name in loaded if name[0] != "_")})

@@ -51,5 +51,6 @@ def app() -> None:
       mpicoll simulate allreduce -n 131072    predict times on a machine you do not have
       mpiexec -n 8 mpicoll validate           is everything right on this machine?
       mpiexec -n 8 mpicoll doctor             what is this machine?
+      mpicoll doctor --flight mpicoll-flight  who hangs?
       mpicoll trace DIR                       who waited for whom, from MPICOLL_TRACE=DIR
     """

@@ -46,7 +46,7 @@ class Rivals(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         return () if found == ("none",) else found
 
 
-@click.command()
+@click.command(short_help="Time collectives, beside the MPI's own.")
 @click.argument("collectives", nargs=-1, type=Name([*COLLECTIVES, "all"]))
 @click.option(
     "--sizes",

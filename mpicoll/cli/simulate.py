@@ -41,7 +41,7 @@ HOW = {
 }
 
 
-@click.command()
+@click.command(short_help="Predict times on a machine that is described.")
 @click.argument("collective", type=Name())
 @click.option("--ranks", "-n", default=1024, type=click.IntRange(1, 1 << 20), show_default=True)
 @click.option(

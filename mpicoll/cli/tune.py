@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mpicoll.selection.model import Rates
 
 
-@click.command()
+@click.command(short_help="Measure which algorithm is fastest here, for MPICOLL_TUNING.")
 @click.option(
     "--collectives",
     "-c",

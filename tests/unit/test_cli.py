@@ -12,6 +12,7 @@ import pytest
 
 from mpicoll.algorithms import every
 from mpicoll.cli import launch, plans, spacetime, textpicture
+from mpicoll.cli.app import COMMANDS
 from mpicoll.cli.common import Name, human_bytes, human_rate, human_seconds, sizes
 from mpicoll.cli.main import run
 from mpicoll.cli.picture import svg
@@ -71,6 +72,16 @@ def test_misuse_is_said_and_has_status_2(
 ) -> None:
     assert run(arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_list_of_commands_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["--help"]) == 0
+    listed = capsys.readouterr().out.split("Commands:\n")[1]
+    assert [line.split()[0] for line in listed.splitlines()] == list(COMMANDS)  # a line each
+    assert "..." not in listed
 
 
 def test_misuse_is_silent_on_other_ranks(

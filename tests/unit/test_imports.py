@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import mpicoll
+
 #: Rooms from the ground up; those of one floor do not see each other.
 FLOORS = (
     ("_version", "errors"),
@@ -101,6 +103,14 @@ def test_who_loads_mpi_and_gpu_libraries(name: str) -> None:
         assert room(source() / name) in LOADERS.get(package, {room(source() / name)}), (
             f"{name} loads {imported}"
         )
+
+
+def test_dir_lists_what_is_for_users() -> None:
+    names = [name for name in dir(mpicoll) if not name.startswith("__")]
+    assert set(mpicoll.__all__) <= {*names, "__version__"}
+    for name in set(names) - set(mpicoll.__all__):
+        assert f"mpicoll.{name}" in sys.modules
+        assert not name.startswith("_")
 
 
 @pytest.mark.parametrize("package", ["schedule", "algorithms"])
