@@ -29,6 +29,7 @@ from mpi4py import MPI
 
 from mpicoll.collectives.movement import Movement
 from mpicoll.collectives.reductions import Reductions
+from mpicoll.runtime.flight import RECORDER
 from mpicoll.runtime.link import Link, attach
 from mpicoll.selection.settings import limit
 
@@ -98,17 +99,26 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
         if isinstance(link, Link):
             if link.poison:
                 return
-            link.complete()  # here, where a time-out can be raised
+            link.free()  # here, where a time-out can be raised
         super().Free()
         self.__dict__.pop("_mpicoll_link", None)
+
+    def Set_name(self, name: str) -> None:
+        """Name the communicator; the flight recorder shows the name."""
+        super().Set_name(name)
+        link = self.__dict__.get("_mpicoll_link")
+        if isinstance(link, Link):
+            RECORDER.rename(link.identity, self.Get_name())
 
     def _complete(self) -> None:
         """Complete the non-blocking collectives in flight here.
 
-        Before a call of all ranks in which this one can not drive them.
+        Before a call of all ranks in which this one can not drive them. Raises PoisonedError
+        where a call has timed out.
         """
         link = self.__dict__.get("_mpicoll_link")
         if isinstance(link, Link):
+            link.learn()
             link.complete(persistent=False)
 
     def _native(self, native: Callable[..., Any], args: Any, keywords: Any) -> Any:
@@ -120,8 +130,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
         """
         link, name = self._link, native.__name__
         link.stats.add_native(name)
-        if link.watched:
-            link.learn()
+        link.learn()
         begin = getattr(MPI.Topocomm, f"I{name[:1].lower()}{name[1:]}", None)
         if link.settings.timeout is None or begin is None or name[0].islower():
             # The same form on all ranks, be there something in flight or not: they do not match.
@@ -150,6 +159,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Any, MPI.Request]:
         """Duplicate by request; the duplicate behind it is made at its first collective."""
+        self._link.learn()
         comm, request = super().Idup(info)
         comm.__dict__["_mpicoll_settings"] = self._link.settings
         return comm, request
@@ -172,6 +182,7 @@ class Comm(Movement, Reductions, MPI.Intracomm):  # type: ignore[misc]
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """Make a communicator of a group; collective over the group."""
         # Of the ranks of the group only: nothing is completed, for which all would have to come.
+        self._link.learn()
         return self._adopt(super().Create_group(group, tag))
 
     def Create_cart(

@@ -13,69 +13,41 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from operator import index
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.algorithms import find
-from mpicoll.errors import MpicollError
+from mpicoll.collectives.claims import claims
+from mpicoll.collectives.words import (
+    HELD,
+    ORDER,
+    documentation,
+    keywords,
+    signature_of,
+)
 from mpicoll.runtime import agreement, progress
 from mpicoll.runtime.executor import Execution
-from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.faults import CallError, located
 from mpicoll.runtime.link import Link, attach
 from mpicoll.runtime.opened import Opened
-from mpicoll.runtime.operators import operator_name
 from mpicoll.runtime.plan import Plan
-from mpicoll.runtime.requests import Prequest, Request, persistent_for, request_for
+from mpicoll.runtime.requests import (
+    Prequest,
+    Request,
+    free_forgotten,
+    persistent_for,
+    request_for,
+)
 from mpicoll.runtime.stats import Stats
 from mpicoll.runtime.tags import code_of
 from mpicoll.schedule.ir import Call
-from mpicoll.selection.choose import OrderWish
 from mpicoll.selection.settings import limit
 
 Planning: TypeAlias = Plan | Generator[Execution, None, Plan]
 _P = ParamSpec("_P")
 _C = TypeVar("_C", bound="Base")
-
-
-class Options(TypedDict, total=False):
-    """The keywords that mpicoll adds to a collective.
-
-    ``algorithm`` names one; ``segment`` is the most bytes of a pipelined piece, 0 for no
-    cutting; ``timeout`` is the time limit in seconds, 0 for none, in place of the
-    communicator's.
-    """
-
-    algorithm: str | None
-    segment: int | None
-    timeout: float | None
-
-
-class OrderedOptions(Options, total=False):
-    """Those of a reduction.
-
-    ``order`` "rank" gives the bits of a sum from rank 0 to the last. ``accumulate``
-    "native" lets sums of 16-bit floats be rounded at each hop, for speed; else they are
-    accumulated in float32. ``compress`` "bf16" or "fp16" lets float32 travel as 16-bit
-    floats, accumulated in float32: half the bytes, and rounded twice (see
-    docs/explanation/half-precision.md for the bound).
-    """
-
-    order: OrderWish
-    accumulate: str | None
-    compress: str | None
-
-
-def place(error: BaseException, name: str, rank: str) -> BaseException:
-    """Return an error with the method and the rank in what it says; keep the class."""
-    where = f"{name} on rank {rank}"
-    if isinstance(error, CallError):
-        return CallError(error.Get_error_class(), f"{where}: {error.message}")
-    if isinstance(error, (BufferError, KeyError, MpicollError, TypeError, ValueError)):
-        what = error.args[0] if error.args else error
-        error.args = (f"{where}: {what}",)
-    return error
 
 
 def forms(
@@ -91,8 +63,8 @@ def forms(
     """
     collective = planner.__name__[1:]
     name = collective.capitalize()
-    known = _options(planner)
-    signature = _signature(planner, known)
+    known = keywords(planner)
+    signature = signature_of(planner, known)
     accepted = frozenset(signature.parameters)
 
     def plan(
@@ -119,37 +91,38 @@ def forms(
                     return
                 again = partial(plan, self, opened, args, options, fault)
                 course = self._course(_first(planned, again), name, opened, {})
-                operation = progress.Operation(link, opened.record, course)
+                operation = progress.Operation(link, opened.record, course, time_limit)
             except BaseException as error:
                 make = partial(plan, self, opened, args, options, fault)
                 if not link.has_begun(opened.record) and _is_foreign(error, make, opened):
                     course = self._course(make, name, opened, {}, error)
                     progress.keep(progress.Operation(link, opened.record, course, told=True))
                     raise
-                raised = place(error, name, self._rank_for_errors())
+                raised = located(error, name, self._rank_for_errors())
                 opened.release()
                 link.closed(opened.record, raised)
                 raise raised.with_traceback(error.__traceback__) from None
         else:
-            given = _given(planner, args, options) if link.settings.check else {}
+            given = claims(name, planner, args, options, time_limit) if link.settings.check else {}
             course = self._course(
                 lambda: plan(self, opened, args, options, fault), name, opened, given
             )
-            operation = progress.Operation(link, opened.record, course)
-        operation.wait(time_limit)
+            operation = progress.Operation(link, opened.record, course, time_limit)
+        operation.wait()
 
     def nonblocking(self: Base, *args: Any, **options: Any) -> Request:
         link = self._link
         time_limit, fault = _limit(link, options)
         opened = link.open(collective, "non-blocking")
-        given = _given(planner, args, options) if link.settings.check else {}
+        # It belongs together with a blocking one on another rank.
+        given = claims(name, planner, args, options, time_limit) if link.settings.check else {}
         course = self._course(
             lambda: plan(self, opened, args, options, fault), f"I{collective}", opened, given
         )
-        operation = progress.Operation(link, opened.record, course)
+        operation = progress.Operation(link, opened.record, course, time_limit)
         try:
-            request = request_for(operation, time_limit)
-            progress.launch(operation, time_limit)
+            request = request_for(operation)
+            progress.launch(operation)
         except BaseException:
             operation.left = True  # nobody has its request
             progress.keep(operation)
@@ -165,10 +138,11 @@ def forms(
         link = self._link
         time_limit, fault = _limit(link, options)
         opened = link.open(collective, "persistent")
-        given = _given(planner, args, options) if link.settings.check else {}
+        called = f"{name}_init"
+        given = claims(called, planner, args, options, time_limit) if link.settings.check else {}
         return self._prepare(
             lambda: plan(self, opened, args, options, fault),
-            f"{name}_init",
+            called,
             opened,
             given,
             time_limit,
@@ -182,70 +156,15 @@ def forms(
         method.__name__ = called
         method.__qualname__ = f"Comm.{called}"
         method.__module__ = planner.__module__
-        method.__doc__ = _documentation(summary or planner.__doc__ or "", known)
+        text = planner.__doc__ or ""
+        if summary:
+            text = f"{summary}\n\n{HELD[method is persistent]}"
+        if "op" in signature.parameters:
+            text = f"{inspect.cleandoc(text)}\n\n{ORDER}"
+        method.__doc__ = documentation(text, known)
         cast(Any, method).__signature__ = signature
     made: Any = (blocking, nonblocking, persistent)
     return made  # type: ignore[no-any-return]
-
-
-def _documentation(text: str, known: tuple[str, ...]) -> str:
-    """Return a docstring with what the keywords mean."""
-    lines = [f"- ``{name}``: {_MEANINGS[name]}" for name in known]
-    return "\n".join(
-        [
-            inspect.cleandoc(text),
-            "",
-            "Arguments and errors are mpi4py's. The keywords must be the same on all ranks:",
-            "",
-            *lines,
-        ]
-    )
-
-
-_MEANINGS = {
-    "algorithm": "one of those in docs/reference/algorithms.md, with their steps, bytes and "
-    "sources; AlgorithmError if there is none of that name or it does not fit the call",
-    "segment": "the most bytes of a pipelined piece, 0 for no cutting",
-    "timeout": "seconds after which CollectiveTimeout is raised, 0 for none",
-    "order": '"rank" gives the bits of a reduction from rank 0 to the last',
-    "accumulate": '"native" rounds sums of 16-bit floats at each hop, for speed',
-    "compress": '"bf16" or "fp16" lets float32 travel at half its size; the error is about 2 u of '
-    "the sum of magnitudes, u = 2**-8 or 2**-11 (docs/explanation/half-precision.md)",
-}
-
-
-def _options(planner: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the keywords that a planner takes behind its arguments."""
-    annotation = planner.__annotations__.get("options", "")
-    kind = OrderedOptions if "Ordered" in str(annotation) else Options
-    return tuple(kind.__annotations__)
-
-
-def _signature(planner: Callable[..., Any], known: tuple[str, ...]) -> inspect.Signature:
-    """Return what `help` shows: mpi4py's arguments, then the keywords."""
-    arguments = [
-        one
-        for one in inspect.signature(planner).parameters.values()
-        if one.name not in ("opened", "options")
-    ]
-    keywords = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in known
-    ]
-    return inspect.Signature([*arguments, *keywords])
-
-
-def _given(planner: Callable[..., Any], args: Any, options: dict[str, Any]) -> dict[str, str]:
-    """Return the arguments that all ranks must pass alike, in words."""
-    given = {"call": planner.__name__[1:].capitalize()}
-    try:
-        bound = inspect.signature(planner).bind(None, None, *args, **options)
-    except TypeError:
-        return given  # the planner raises it again, where it is handled
-    for name in ("root", "op", *_options(planner)):
-        value = bound.arguments.get(name, options.get(name))
-        if value is not None and name != "timeout":
-            given[name] = operator_name(value) if name == "op" else str(value)
-    return given
 
 
 def _limit(link: Link, options: dict[str, Any]) -> tuple[float | None, Exception | None]:
@@ -257,9 +176,12 @@ def _limit(link: Link, options: dict[str, Any]) -> tuple[float | None, Exception
     if given is None:
         return usual, None
     try:
-        return limit(given), None
-    except ValueError as error:
+        seconds = limit(given)
+    except Exception as error:  # by whatever the argument is; it is raised once the call is open
         return usual, error
+    if seconds is not None:
+        link.watch()  # on all ranks, be their calls complete at once or not
+    return seconds, None
 
 
 def check_root(link: Link, root: int) -> int:
@@ -272,11 +194,6 @@ def check_root(link: Link, root: int) -> int:
     if not 0 <= rank < link.size:
         raise CallError(MPI.ERR_ROOT, f"root {root!r}, expected a rank from 0 to {link.size - 1}")
     return rank
-
-
-def in_place(buffer: object) -> bool:
-    """Whether a buffer argument says in place; mpi4py takes None for that, too."""
-    return buffer is None or buffer is MPI.IN_PLACE
 
 
 class Base:
@@ -334,7 +251,7 @@ class Base:
                 plan = yield from _planned(link, make, opened, given)
             yield from link.course(plan, record, fault)
         except Exception as error:
-            raised = place(error, name, self._rank_for_errors())
+            raised = located(error, name, self._rank_for_errors())
             raise raised.with_traceback(error.__traceback__) from None
         finally:
             opened.release()
@@ -349,7 +266,15 @@ class Base:
     ) -> Prequest:
         """Plan a persistent collective and set it up."""
         link, first = self._link, opened.record
-        tag = link.tags.take_plan()  # before anything can fail: all ranks take one
+        free_forgotten()
+        try:
+            tag = link.tags.take_plan()  # before anything else can fail: all ranks take one
+        except BaseException as error:
+            raised = located(error, name, self._rank_for_errors())
+            opened.release()
+            link.closed(first, raised)
+            raise raised.with_traceback(error.__traceback__) from None
+        opened.plan = number = link.tags.plans
         plans: list[Plan] = []
         unwanted = False
 
@@ -364,7 +289,7 @@ class Base:
                     plan = yield from _planned(link, make, opened, given)
                 except BaseException as error:
                     if not _is_foreign(error, make, opened):
-                        raised = place(error, name, self._rank_for_errors())
+                        raised = located(error, name, self._rank_for_errors())
                         raise raised.with_traceback(error.__traceback__) from None
                     fault = error
                     plan = yield from _planned(link, make, opened, given)  # the others wait
@@ -375,11 +300,11 @@ class Base:
                 if unwanted:
                     give_back()
 
-        operation = progress.Operation(link, first, planning())
+        operation = progress.Operation(link, first, planning(), time_limit)
         try:
-            operation.wait(time_limit)
+            operation.wait()
             plan = plans[0]
-            plan.tag = tag
+            plan.tag = tag = link.tags.exchange_plan(tag, number, opened.plan)
             execution = link.prepare(plan, replace(first))
         except BaseException:
             unwanted = True  # one that is interrupted goes on planning with the others
@@ -392,8 +317,8 @@ class Base:
             try:
                 if plan.lane is not None:
                     plan.lane.again()
-                course = progress.primed(link.again(plan, execution, record))
-                return progress.Operation(link, record, course)
+                course = progress.primed(link.again(plan, execution, record, name))
+                return progress.Operation(link, record, course, time_limit)
             except BaseException as error:
                 link.over(record, error)  # else dumps would show a run that never began
                 raise
@@ -402,7 +327,7 @@ class Base:
             execution.free()
             give_back()
 
-        return persistent_for(begin, free, time_limit)
+        return persistent_for(begin, free, replace(first, collective=name))
 
     def _agree(self, own: int, opened: Opened) -> Generator[Execution, None, tuple[int, ...]]:
         """Return the numbers that all ranks pass, in rank order."""

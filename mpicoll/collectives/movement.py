@@ -13,8 +13,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.algorithms.alltoall import transit_from, transit_schedule
-from mpicoll.collectives.base import Base, Options, Planning, check_root, forms, in_place
+from mpicoll.collectives.base import Base, Planning, check_root, forms
+from mpicoll.collectives.claims import in_place
 from mpicoll.collectives.sides import Sides, plain, plain_pair
+from mpicoll.collectives.words import Options
 from mpicoll.runtime.buffers import Buffer, check_aliasing
 from mpicoll.runtime.executor import Execution
 from mpicoll.runtime.faults import CallError

@@ -12,16 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicoll.collectives.base import (
-    Base,
-    Options,
-    OrderedOptions,
-    Planning,
-    check_root,
-    forms,
-    in_place,
-)
+from mpicoll.collectives.base import Base, Planning, check_root, forms
+from mpicoll.collectives.claims import in_place
 from mpicoll.collectives.sides import plain, plain_pair
+from mpicoll.collectives.words import Options, OrderedOptions
 from mpicoll.runtime.buffers import Buffer, Chore, check_aliasing
 from mpicoll.runtime.compress import compressed, expanded, wire_item
 from mpicoll.runtime.datatypes import Item

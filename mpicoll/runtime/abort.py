@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import os
@@ -42,13 +43,14 @@ def abort_on_exception() -> Guard:
     The traceback is shown by the `sys.excepthook` there was, with the rank above it; then
     `MPI_Abort` ends all ranks with status 1, in about a second. A process that it does not
     end leaves by itself after 10 seconds. Nothing is sent, and no rank needs to call this
-    because others do. Ranks that fail together speak one after the other, the lowest first.
+    because others do. Ranks that fail together speak one after the other, the lowest first;
+    a few have spoken when the job ends.
 
     ``SystemExit`` with status 0 ends nothing; with another status it ends the job with that
-    status, without a traceback. It is seen in a block only: Python calls no hook for it. So
-    the block is the better form for a program that calls `sys.exit`. ``KeyboardInterrupt``
-    ends the job with status 130 and one line. In a world of one rank, and where MPI is not
-    running, nobody waits, and Python goes its usual way.
+    status, without a traceback, in a block only: Python calls no hook for it, and without a
+    block the other ranks wait. So a program that calls `sys.exit` needs the block.
+    ``KeyboardInterrupt`` ends the job with status 130 and one line. In a world of one rank,
+    and where MPI is not running, nobody waits, and Python goes its usual way.
     """
     return Guard()
 
@@ -107,14 +109,12 @@ def _end(error: BaseException, hook: _Hook, thread: str = "") -> None:
     if not _ending.acquire(blocking=False):
         time.sleep(2 * BOUND)  # another thread ends the process
     try:
-        with open(os.devnull, "w") as nowhere:
-            # A thread of C: MPI_Abort keeps the GIL, so no Python runs beside it.
-            faulthandler.dump_traceback_later(BOUND, exit=True, file=nowhere)
-            time.sleep(min(STAGGER * math.log2(1 + rank), BOUND / 2))
-            _flush(sys.stdout)
-            _show(error, hook, f"rank {rank} of {size} on {socket.gethostname()}{thread}")
-            time.sleep(LAST_WORD)
-            world.Abort(status)
+        end_in(BOUND)
+        time.sleep(min(STAGGER * math.log2(1 + rank), BOUND / 2))
+        flush(sys.stdout)
+        _show(error, hook, f"rank {rank} of {size} on {socket.gethostname()}{thread}")
+        time.sleep(LAST_WORD)
+        world.Abort(status)
     finally:
         os._exit(status)
 
@@ -145,36 +145,49 @@ def _show(error: BaseException, hook: _Hook, where: str) -> None:
     """Write what happened, in one piece where that is ours to decide."""
     if isinstance(error, SystemExit):
         what = f" with status {error.code}" if isinstance(error.code, int) else f": {error.code}"
-        return _say(f"mpicoll: {where} ends the job{what}\n")
+        return say(f"mpicoll: {where} ends the job{what}\n")
     if isinstance(error, KeyboardInterrupt):
-        return _say(f"mpicoll: {where} was interrupted and ends the job\n")
+        return say(f"mpicoll: {where} was interrupted and ends the job\n")
     head = f"mpicoll: {where} failed and ends the job\n"
     while isinstance(guard := getattr(hook, "__self__", None), Guard):
         hook = guard._hook  # of a block around ours
     kind, trace = type(error), error.__traceback__
     if hook is not sys.__excepthook__:
-        _say(head)
+        say(head)
         try:
             hook(kind, error, trace)
-            return _flush(sys.stderr)
+            return flush(sys.stderr)
         except Exception:
             head = ""  # shown already
     try:
         text = "".join(traceback.format_exception(kind, error, trace))
     except Exception:
         text = f"{kind.__name__}, whose traceback can't be formatted\n"
-    _say(head + text)
+    say(head + text)
 
 
-def _say(text: str) -> None:
+def end_in(seconds: float) -> None:
+    """End this process in that many seconds, whatever it does then."""
+    try:
+        where = os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # too many open files: the stacks that it writes then are read by somebody
+        where = 2
+    # A thread of C: MPI_Abort keeps the GIL, so no Python runs beside it.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=where)
+
+
+def say(text: str) -> None:
+    """Write on stderr, wherever that is by now."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
     except Exception:  # closed, or None
-        os.write(2, text.encode(errors="replace"))
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
 
 
-def _flush(stream: Any) -> None:
+def flush(stream: Any) -> None:
+    """Flush a stream that may be closed, None, or anything that a user has put there."""
     try:
         stream.flush()
     except Exception:

@@ -2,9 +2,9 @@
 
 Two rounds: the arguments as they were given, before any of them may lead to a message;
 and the plan that came of them. Where what one rank sends to another is its own affair
-(all-to-all, gather and scatter of uneven blocks) a third round compares both ends of each
-pair. A difference raises MismatchError on every rank; nothing was sent by then, and the
-communicator can be used on.
+(all-to-all, gather and scatter of uneven blocks) two more compare both ends of each pair
+and tell all ranks what came of that. A difference raises MismatchError on every rank;
+nothing was sent by then, and the communicator can be used on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from mpicoll.algorithms import find
 from mpicoll.errors import MismatchError
 from mpicoll.runtime.executor import Execution
+from mpicoll.runtime.faults import words
 from mpicoll.runtime.plan import Plan
 from mpicoll.runtime.tags import code_of
 from mpicoll.schedule.ir import Call, Schedule
@@ -36,6 +38,11 @@ CLAIM_BYTES = 2048
 VALUE = 80
 #: Ranks that are shown one by one.
 SHOWN = 16
+#: Of what the items of a buffer consist, in a claim; "" goes with all.
+DATATYPE = "datatype"
+#: What is in a claim and need not be equal: the line that the call comes from, and the number of
+#: the persistent plan to be made. After a call that made one on some ranks only, they differ.
+SITE, PLAN = "site", "plan"
 
 
 def checked(
@@ -60,7 +67,11 @@ def checked(
         plan = stop.value
     except BaseException as caught:  # an interrupt, too: the others wait for what comes next
         error = caught
-    yield from _compare(link, opened, 1, given, error)
+    if opened.plan:
+        given = {**given, PLAN: str(opened.plan)}
+    claims = yield from _compare(link, opened, 1, given, error)
+    if opened.plan:
+        opened.plan = max(int(claim[PLAN]) for claim in claims)
     while planning is not None and waiting is not None:
         yield waiting
         try:
@@ -90,11 +101,13 @@ def _claim(plan: Plan) -> Claim:
 
 def _compare(
     link: Link, opened: Opened, stage: int, claim: Claim, error: BaseException | None
-) -> Generator[Execution, None, None]:
-    """Show a claim to all ranks; raise where they differ, or one of them has an error."""
-    short = {name: _plain(value)[:VALUE] for name, value in claim.items()}
+) -> Generator[Execution, None, list[Claim]]:
+    """Show a claim to all ranks, return those of all; raise where they differ, or one of them
+    has an error."""
+    short = {name: _cut(_plain(value)) for name, value in claim.items()}
     if error is not None:
-        short = {"error": _plain(f"{type(error).__name__}: {error}")[: 2 * VALUE]}
+        short = {"error": _plain(words(error))[: 2 * VALUE]}
+    short[SITE] = _plain(opened.record.site)[-VALUE:]
     claims = [json.loads(text) for text in (yield from _gather(link, opened, stage, short))]
     if error is not None:
         raise error
@@ -102,21 +115,27 @@ def _compare(
     if refused:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in list(refused.items())[:SHOWN])
         raise MismatchError(f"call #{opened.sequence} was refused elsewhere: {told}")
-    names = dict.fromkeys(name for one in claims for name in one)
-    rows = []
-    for name in names:
-        values: dict[str, list[int]] = {}
-        for rank, one in enumerate(claims):
-            values.setdefault(one.get(name, ""), []).append(rank)
-        if len(values) > 1:
-            rows += [
-                f"  {name} = {value or 'none'}: {_ranks(ranks)}" for value, ranks in values.items()
-            ]
+    names = dict.fromkeys(name for one in claims for name in one if name not in (SITE, PLAN))
+    rows = [row for name in names for row in _rows(name, claims)]
     if rows:
+        rows += _rows(SITE, claims)
         raise MismatchError(
             f"the ranks disagree on call #{opened.sequence} of this communicator; nothing was "
             "sent:\n" + "\n".join(rows)
         )
+    return claims
+
+
+def _rows(name: str, claims: list[Claim]) -> list[str]:
+    """Return what the ranks claim, where they differ."""
+    values: dict[str, list[int]] = {}
+    for rank, one in enumerate(claims):
+        value = one.get(name, "")
+        if value or name != DATATYPE:
+            values.setdefault(value, []).append(rank)
+    if len(values) < 2:
+        return []
+    return [f"  {name} = {value or 'none'}: {_ranks(ranks)}" for value, ranks in values.items()]
 
 
 def _compare_pairs(
@@ -166,6 +185,14 @@ def _run(
     tag = opened.tag(code_of("check", stage))
     memory = (source.reshape(-1).view(np.uint8), target.reshape(-1).view(np.uint8))
     yield from link.exchange(schedule, tag, *memory, opened.record, "check")
+
+
+def _cut(text: str) -> str:
+    """Return text of at most VALUE characters, in which all of it counts."""
+    if len(text) <= VALUE:
+        return text
+    digest = f"... {crc32(text.encode()):08x}"
+    return text[: VALUE - len(digest)] + digest
 
 
 def _plain(text: str) -> str:

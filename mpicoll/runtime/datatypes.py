@@ -189,3 +189,34 @@ def lookup(array: Any) -> Item:
     if code in MPI._typedict and MPI._typedict[code] != MPI.DATATYPE_NULL:
         return describe(MPI._typedict[code])
     raise KeyError(f"cannot map {code!r} to MPI datatype")
+
+
+def element_name(spec: Any) -> str:
+    """Return the basic type that the items of a buffer argument consist of, such as float64.
+
+    "" where that is not one type, where it is bytes, which go with all of them, and where
+    ``spec`` is no buffer: what is wrong with it is for others to say.
+    """
+    array, named = spec, None
+    if isinstance(spec, (list, tuple)):
+        array, *others = spec or [None]
+        named = next((one for one in others if isinstance(one, (MPI.Datatype, str))), None)
+    if isinstance(named, str):
+        named = MPI._typedict.get(named, MPI.DATATYPE_NULL)
+    try:
+        dtype = lookup(array).dtype if named is None else _basic(named)
+    except (AttributeError, BufferError, KeyError, MPI.Exception, TypeError):
+        return ""
+    return "" if dtype is None else str(dtype)
+
+
+def _basic(datatype: MPI.Datatype) -> DType | None:
+    if datatype.is_predefined:
+        return _COUNTERPARTS.get(datatype.handle)
+    base, _, parameters = datatype.decode()
+    found = set()
+    for member in parameters.get("datatypes", [base]):  # new handles, ours to free
+        found.add(_basic(member))
+        if not member.is_predefined:
+            member.Free()
+    return found.pop() if len(found) == 1 else None

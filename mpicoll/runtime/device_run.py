@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from mpicoll.runtime.backend import Event, Kernel
 from mpicoll.runtime.executor import (
+    CHECK_SHOWS,
     IRECV,
     ISEND,
     Bytes,
@@ -377,7 +378,7 @@ class Staged(DeviceExecution):
         return CallError(
             MPI.ERR_TRUNCATE,
             f"{self._where()}: the message from rank {peer} does not fit the {stop - start} "
-            "bytes expected; the ranks disagree on count or datatype of this call",
+            "bytes expected; the ranks disagree on count or datatype of this call; " + CHECK_SHOWS,
         )
 
     def _gone(self, wait: bool) -> bool:

@@ -1,8 +1,9 @@
 """The end of the process, or of MPI: what is in flight is completed, links are freed.
 
-A link is kept as an attribute of its communicator, so that `Free` frees both. Those that
-are left are freed when MPI is finalised, by the user or, after the program's last line, by
-mpi4py. After a time-out nothing can be freed, and the process ends by Abort.
+A link is kept as an attribute of its communicator, so that `Free` frees both. Where MPI is
+finalised, by the user or, after the program's last line, by mpi4py, the ranks meet on those
+that are left and free them. A rank that ends by an exception does not wait for the others,
+nor do they for it. After a time-out the process ends by Abort.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from mpi4py import MPI
 
 from mpicoll.errors import CollectiveTimeout
 from mpicoll.runtime import progress, watchdog
+from mpicoll.runtime.abort import say
+from mpicoll.runtime.flight import deafen
 
 if TYPE_CHECKING:
     from mpicoll.runtime.link import Link
@@ -48,28 +51,42 @@ def _release_all(*_: object) -> None:
     progress.stop_thread()
     try:
         for link in LINKS:
-            link.meet()
+            link.complete()
+        # All are begun before one is waited for: threads may have made them in another order
+        # on other ranks.
+        for link, meeting in [(link, link.meet()) for link in LINKS]:
+            link.wait_for_all(meeting)
+        _close_trace()
+        for link in sorted(LINKS, key=lambda link: link.identity):
+            if link.met:
+                link.free()
     except CollectiveTimeout as error:
-        print(f"mpicoll: {error}", file=sys.stderr)
+        say(f"mpicoll: {error}\n")
         _leave_if_poisoned()
-    _close_trace(everywhere=True)
-    # Links were made by collective calls, so all ranks free them in the same order.
-    for link in list(LINKS):
-        link.free()
+    LINKS.clear()
 
 
-def _close_trace(everywhere: bool) -> None:
-    """End the trace; with ``everywhere`` all ranks do, and compare their clocks once more."""
+def _fail() -> None:
+    """End after an uncaught exception: the others may be anywhere, so nobody is waited for."""
+    progress.stop_thread()
+    _close_trace()
+    watchdog.fail(LINKS)
+    LINKS.clear()
+
+
+def _close_trace() -> None:
+    """End the trace; where all ranks have met, they compare their clocks once more."""
     traced = [link for link in LINKS if link.tracer is not None]
     if traced and (tracer := traced[0].tracer) is not None:
-        worlds = [link.hidden for link in traced if link.size == MPI.COMM_WORLD.size]
-        tracer.close(worlds[0] if everywhere and worlds else None)
+        worlds = [link for link in traced if link.size == MPI.COMM_WORLD.size]
+        world = min(worlds, key=lambda link: link.identity, default=None)
+        tracer.close(world.hidden if world is not None and world.met else None)
 
 
 def _leave_if_poisoned() -> None:
     poisoned = [link for link in LINKS if link.poison]
     if poisoned:
-        _close_trace(everywhere=False)
+        _close_trace()
         watchdog.leave(poisoned)
 
 
@@ -77,13 +94,11 @@ def _at_exit() -> None:
     if MPI.Is_finalized():
         return
     _leave_if_poisoned()
-    # After an uncaught exception the other ranks are elsewhere: a collective free would
-    # wait for them for ever.
     if hasattr(sys, "last_value"):
-        progress.stop_thread()
-        _close_trace(everywhere=False)
+        _fail()
     else:
         _release_all()
+    deafen()
 
 
 # At import, so that hooks which users register later run before it.

@@ -35,6 +35,19 @@ MESSAGE_LIMIT = 1 << 30
 _POSITION = {INPUT: 0, OUTPUT: 1, WORK: 2}
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
+#: A waiting rank spins this long before it gives its core away now and then.
+SPIN_SECONDS = 0.0002
+#: The longest nap of a waiting rank, and the share of the time waited that a nap may have.
+NAP_SECONDS = 0.001
+NAP_SHARE = 0.05
+
+#: How many steps this process has ended; whoever waits sees by it that something moves. Two
+#: threads that end one at once may count one of them only, which is as good.
+SETTLED = [0]
+
+#: What to do where the ranks disagree, for the end of an error.
+CHECK_SHOWS = "MPICOLL_CHECK=1 shows who passed what"
+
 #: A message to be posted: a method of MPI, and its arguments.
 Posting: TypeAlias = tuple[Any, ...]
 IRECV, ISEND = MPI.Comm.Irecv, MPI.Comm.Isend
@@ -44,6 +57,12 @@ if sys.version_info >= (3, 11):
     from operator import call
 else:
     call = type(MPI.Comm.Irecv).__call__
+
+
+def nap(waited: float) -> None:
+    """Give the core away for a share of the seconds ``waited`` in vain."""
+    if waited > SPIN_SECONDS:
+        time.sleep(min(NAP_SECONDS, NAP_SHARE * (waited - SPIN_SECONDS)))
 
 
 def post(requests: list[MPI.Request], wanted: Sequence[Posting]) -> None:
@@ -385,6 +404,7 @@ class Execution:
                     break
         stage = self._timed(recvs, sends) if self._traced else None
         self._number += 1
+        SETTLED[0] += 1
         if stage is not None:
             self._times.append(stage)
 
@@ -395,11 +415,12 @@ class Execution:
         if count == 0:
             return PeerError(
                 f"{self._where()}: rank {peer} gave up this collective after an error of its "
-                "own, or of a rank that it heard of; what it raised says why"
+                "own, or of a rank that it heard of; what it raised says why; if the ranks "
+                f"disagree on this call, {CHECK_SHOWS}"
             )
         return ShortMessageError(
             f"{self._where()}: {count} bytes from rank {peer}, expected {expected}; the ranks "
-            "disagree on count or datatype of this call"
+            f"disagree on count or datatype of this call; {CHECK_SHOWS}"
         )
 
     def _fail(self, error: BaseException) -> None:
@@ -423,7 +444,7 @@ class Execution:
                     failed,
                     f"{self._where()}: the message from rank {peer} does not fit the "
                     f"{stop - start} bytes expected; the ranks disagree on count or datatype of "
-                    "this call",
+                    f"this call; {CHECK_SHOWS}",
                 )
         return error
 
@@ -449,9 +470,10 @@ class Native(Execution):
         self.failed = None
 
     def run(self) -> None:
-        """Wait inside MPI."""
+        """Ask MPI until it is complete; where all ranks come to an end that may take long."""
+        start = time.perf_counter()
         while not self.advance():
-            time.sleep(0)
+            nap(time.perf_counter() - start)
 
     def advance(self) -> bool:
         """Return whether the call is complete."""

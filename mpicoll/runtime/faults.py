@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
+from mpicoll.errors import MpicollError
+
+
+def words(error: BaseException) -> str:
+    """Return class and words of an error, whatever those of a user's own do."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
 
 class CallError(MPI.Exception):
     """An `MPI.Exception` with a sentence: caught as mpi4py's own, read as a help.
@@ -25,3 +35,15 @@ class CallError(MPI.Exception):
 
     def __reduce__(self) -> tuple[type[CallError], tuple[int, str]]:
         return type(self), (self.Get_error_class(), self.message)
+
+
+def located(error: BaseException, name: str, rank: str) -> BaseException:
+    """Return an error with the method and the rank in what it says; keep the class."""
+    where = f"{name} on rank {rank}"
+    if isinstance(error, CallError):
+        return CallError(error.Get_error_class(), f"{where}: {error.message}")
+    if isinstance(error, (BufferError, KeyError, MpicollError, TypeError, ValueError)):
+        what = str(error.args[0] if error.args else error)
+        if not what.startswith(where):  # an operator may raise the same one again
+            error.args = (f"{where}: {what}",)
+    return error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -22,13 +23,14 @@ from mpicoll.errors import MismatchError, PoisonedError, SettingError
 from mpicoll.runtime import ending, progress, staging, watchdog
 from mpicoll.runtime.device_run import DeviceExecution, Direct, Staged, rounds
 from mpicoll.runtime.executor import Bytes, Execution, Native, compiled
-from mpicoll.runtime.faults import CallError
+from mpicoll.runtime.faults import CallError, located, words
 from mpicoll.runtime.flight import RECORDER, listen
 from mpicoll.runtime.opened import Opened
 from mpicoll.runtime.persistent import PersistentExecution
 from mpicoll.runtime.place import place
 from mpicoll.runtime.plan import EMPTY, Plan, Recipe
 from mpicoll.runtime.record import Record
+from mpicoll.runtime.requests import free_forgotten
 from mpicoll.runtime.scratch import Scratch
 from mpicoll.runtime.stats import Stats
 from mpicoll.runtime.tags import Tags
@@ -53,7 +55,9 @@ class Link:
     whether another rank has run into its limit. ``poison`` is why the communicator can not
     be used any more, "" while it can; ``asked`` whether this rank has asked the others why.
     ``threaded`` says whether the progress thread drives its operations, ``plain`` whether a
-    blocking call may simply wait inside MPI.
+    blocking call may simply wait inside MPI. ``pids`` are the processes of the ranks, each on
+    its host. ``failed`` are ranks that have ended by an exception; ``met`` says that all ranks
+    have come to the end without.
     """
 
     def __init__(self, comm: MPI.Intracomm, settings: Settings | None) -> None:
@@ -70,6 +74,8 @@ class Link:
         self.states: dict[int, watchdog.State] = {}
         self.expired: list[int] = []
         self.leaving: set[int] = set()
+        self.failed: set[int] = set()
+        self.met = False
         self.tags = Tags(self.hidden, self._wait_request)
         self.scratch = Scratch()
         if settings is None:
@@ -81,8 +87,16 @@ class Link:
                 self.hidden.Free()
                 raise
         ranks = _world_ranks(comm)
-        self.identity = _identity(ranks)
+        own = [MPI.Query_thread(), os.getpid(), _draw(ranks) if self.rank == 0 else 0]
+        every = np.empty((self.size, len(own)), np.int64)
+        self.hidden.Allgather(np.array(own, np.int64), every)
+        self._thread_level = int(every[:, 0].min())
+        self.pids = array("q", every[:, 1].tolist())
+        self.identity = f"{zlib.crc32(repr(ranks).encode()):08x}.{every[0, 2]}"
+        self.tracer: Tracer | None = None
         try:
+            if settings.trace:
+                self.tracer = open_trace(self.hidden, settings.trace)
             self.apply(settings)
         except BaseException:
             self.hidden.Free()
@@ -95,13 +109,19 @@ class Link:
         ending.LINKS.append(self)
 
     def apply(self, settings: Settings) -> None:
-        """Put settings in force, which are equal on all ranks; collective."""
+        """Put settings in force, which are equal on all ranks; refuse them on all, or none."""
+        threaded = settings.progress == "thread"
+        if threaded and self._thread_level < MPI.THREAD_MULTIPLE:
+            raise SettingError(
+                "progress='thread' needs MPI_THREAD_MULTIPLE on all ranks, and one has level "
+                f"{self._thread_level} (MPI_THREAD_MULTIPLE is {MPI.THREAD_MULTIPLE}); set "
+                "mpi4py.rc.thread_level = 'multiple' before mpi4py.MPI is imported, or leave "
+                "progress= out"
+            )
         self.settings = settings
         self._choices: dict[Wanted, Choice] = {}
-        self.tracer: Tracer | None = _traced(self.hidden, settings.trace)
-        self.threaded = settings.progress == "thread"
-        if self.threaded:
-            _need_threads(self.hidden)
+        self.threaded = threaded
+        if threaded:
             progress.start_thread()
         if settings.timeout is not None:
             self.watch()
@@ -164,6 +184,8 @@ class Link:
 
     def learn(self) -> None:
         """Raise PoisonedError if a call on this communicator has timed out, here or elsewhere."""
+        if not self.watched:
+            return
         if not self.poison:
             watchdog.learn(self)
             if self.poison:
@@ -188,7 +210,7 @@ class Link:
             if record.collective != BETWEEN:
                 self.tags.finish(record.sequence)
         else:
-            record.error = f"{type(error).__name__}: {error}"
+            record.error = words(error)
             if record.step and _is_fault(error):
                 RECORDER.dump(self.settings.flight, record.error)
         if self.tracer is not None:
@@ -210,7 +232,7 @@ class Link:
                 self._complete_one(operation)
 
     def _complete_one(self, operation: progress.Operation) -> None:
-        operation.hold_to(self.settings.timeout)
+        operation.hold()
         progress.await_(operation.advance, operation.watch)
         progress.discard(operation)
 
@@ -242,7 +264,9 @@ class Link:
         except BaseException as error:
             # The others wait for the rest of the schedule, which whoever calls next goes on with.
             course = self._rest(plan, execution or self._failing(plan, record, error))
-            progress.keep(progress.Operation(self, record, course, told=True))
+            progress.keep(
+                progress.Operation(self, record, course, self.settings.timeout, told=True)
+            )
             raise
         self._over(plan, execution)
 
@@ -319,10 +343,15 @@ class Link:
             return kind(plan, self.hidden, EMPTY, record, self._traces, error)
 
     def again(
-        self, plan: Plan, execution: PersistentExecution | DeviceExecution, record: Record
+        self,
+        plan: Plan,
+        execution: PersistentExecution | DeviceExecution,
+        record: Record,
+        name: str,
     ) -> progress.Course:
         """Yield what runs a prepared plan once more; its lane has noted the caller's work.
 
+        ``name`` is that of the method, for errors.
         To be `primed`: what interrupts it from then on is a failure of the run.
         """
         try:
@@ -338,12 +367,16 @@ class Link:
         except BaseException as error:
             execution.begin(record)
             execution.failed = execution.failed or error
-        if plan.lane is not None:
-            yield from rounds(plan.lane, execution, plan.loads, plan.finish)
-            self.stats.add(plan.recipe)
-            return
-        yield execution
-        self._over(plan, execution)
+        try:
+            if plan.lane is not None:
+                yield from rounds(plan.lane, execution, plan.loads, plan.finish)
+                self.stats.add(plan.recipe)
+            else:
+                yield execution
+                self._over(plan, execution)
+        except Exception as error:
+            raised = located(error, name, str(self.rank))
+            raise raised.with_traceback(error.__traceback__) from None
 
     def _prepared(self, plan: Plan, record: Record, on_host: type[_E]) -> _E | DeviceExecution:
         """Bind a plan to memory of its own, on the host as ``on_host`` says."""
@@ -392,30 +425,39 @@ class Link:
         except BaseException as error:
             self.over(record, error)
             raise
-        progress.Operation(self, record, _native(request)).wait(limit)
+        progress.Operation(self, record, _native(request), limit).wait()
 
     def _wait_request(self, request: MPI.Request) -> None:
         """Wait for what is due between two calls, under the time limit."""
         record = Record(self.identity, self.tags.sequence, BETWEEN)
         record.start = time.perf_counter()
-        progress.Operation(self, record, _native(request)).wait(self.settings.timeout)
+        progress.Operation(self, record, _native(request), self.settings.timeout).wait()
 
-    def meet(self) -> None:
-        """Wait until all ranks end, or one says that its time limit is over.
+    def meet(self) -> progress.Operation:
+        """Begin to wait until all ranks end, for `wait_for_all`.
 
         Without a limit: others may still save what they have.
         """
-        if self.watched:
-            self.wait_native("finalize", self.hidden.Ibarrier, None)
+        self.watch()
+        record = Record(self.identity, self.tags.sequence, "finalize")
+        record.start = time.perf_counter()
+        RECORDER.keep(record)
+        return progress.Operation(self, record, _native(self.hidden.Ibarrier()))
+
+    def wait_for_all(self, meeting: progress.Operation) -> None:
+        """Wait until all ranks end, or one fails, or says that its time limit is over."""
+        progress.await_(lambda: meeting.advance() or bool(self.failed), meeting.watch)
+        self.met = meeting.done
 
     def free(self) -> None:
         """Free the duplicate; collective, harmless the second time.
 
         What is in flight on it is completed first. After a time-out nothing is freed.
         """
-        if self.freed or MPI.Is_finalized() or self.poison:
+        if self.poison or self not in ending.LINKS:
             return  # a poisoned link stays among the links: the end of the process asks for it
         self.complete()
+        free_forgotten()
         self.tags.catch_up(self.complete)
         self.tags.settle()
         self.tags.sweep()
@@ -453,28 +495,13 @@ def _world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
 _MADE: Counter[tuple[int, ...]] = Counter()
 
 
-def _identity(ranks: tuple[int, ...]) -> str:
-    """Return a name that is the same on all ranks of a communicator, and of no other.
+def _draw(ranks: tuple[int, ...]) -> int:
+    """Return a number that no other communicator of the same ranks has.
 
-    Communicators of the same ranks are made in the same order on all of them.
+    For the first of them to draw: threads may make communicators in another order elsewhere.
     """
     _MADE[ranks] += 1
-    return f"{zlib.crc32(repr(ranks).encode()):08x}.{_MADE[ranks]}"
-
-
-def _traced(comm: MPI.Intracomm, folder: str) -> Tracer | None:
-    return open_trace(comm, folder) if folder else None
-
-
-def _need_threads(comm: MPI.Intracomm) -> None:
-    """Refuse a progress thread, on all ranks, where one of them may not have it."""
-    level = comm.allreduce(MPI.Query_thread(), MPI.MIN)
-    if level < MPI.THREAD_MULTIPLE:
-        raise SettingError(
-            f"progress='thread' needs MPI_THREAD_MULTIPLE on all ranks, and one has level {level} "
-            f"(MPI_THREAD_MULTIPLE is {MPI.THREAD_MULTIPLE}); set mpi4py.rc.thread_level = "
-            "'multiple' before mpi4py.MPI is imported, or leave progress= out"
-        )
+    return _MADE[ranks]
 
 
 def attach(comm: MPI.Intracomm, settings: Settings | None = None) -> Link:

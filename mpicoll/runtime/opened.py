@@ -21,10 +21,11 @@ class Opened:
 
     ``keeps`` is set when the call goes on after it has returned: it then has copies of
     derived datatypes, in ``held``, since the caller may free them. ``lane`` is there when
-    one of its buffers is on a device.
+    one of its buffers is on a device. ``plan`` is the number of the persistent plan that it
+    makes, 0 if it makes none; checked calls agree on it.
     """
 
-    __slots__ = ("held", "keeps", "lane", "link", "record", "sequence")
+    __slots__ = ("held", "keeps", "lane", "link", "plan", "record", "sequence")
 
     def __init__(self, link: Link, sequence: int, record: Record, keeps: bool) -> None:
         """Begin with nothing held."""
@@ -34,6 +35,7 @@ class Opened:
         self.keeps = keeps
         self.held: list[MPI.Datatype] | None = None
         self.lane: staging.Lane | None = None
+        self.plan = 0
 
     def tag(self, code: int) -> int:
         """Return the tag for messages of this call of one kind; see `code_of`."""

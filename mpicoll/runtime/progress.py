@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mpicoll.errors import CollectiveTimeout
 from mpicoll.runtime import watchdog
-from mpicoll.runtime.executor import Execution
+from mpicoll.runtime.executor import NAP_SECONDS, SETTLED, Execution, nap
 from mpicoll.runtime.record import Record
 
 if TYPE_CHECKING:
@@ -37,19 +37,13 @@ def primed(course: Course) -> Course:
     return course
 
 
-#: A waiting rank spins this long before it gives its core away now and then.
-SPIN_SECONDS = 0.0002
-#: The longest nap of a waiting rank, and the share of the time waited that a nap may have.
-NAP_SECONDS = 0.001
-NAP_SHARE = 0.05
-
-
 class Operation:
     """A collective call of this rank, from its start to its end.
 
     ``error`` is what it raised, once it is ``done``; ``begun`` says whether it came as far
     as a message; what is in ``on_end`` is called when it is done, once. Its buffers stay
-    alive with it.
+    alive with it. ``limit`` are the seconds that it may take, from the first wait or test on,
+    whoever waits for it.
 
     Calls on its communicator that an interrupt has ``left`` without a request come before it:
     their buffers are likely to be those of this one.
@@ -66,18 +60,27 @@ class Operation:
         "done",
         "error",
         "left",
+        "limit",
         "link",
         "on_end",
         "record",
     )
 
-    def __init__(self, link: Link, record: Record, course: Course, told: bool = False) -> None:
+    def __init__(
+        self,
+        link: Link,
+        record: Record,
+        course: Course,
+        limit: float | None = None,
+        told: bool = False,
+    ) -> None:
         """Take a call over; nothing is done before the first `advance`.
 
         ``told`` says that its interrupt has been raised already.
         """
         self.link = link
         self.record = record
+        self.limit = limit
         self.begun = self.done = self.left = False
         self.error: BaseException | None = None
         self.deadline: float | None = None
@@ -172,16 +175,16 @@ class Operation:
             if True in taken:
                 self._busy.release()
 
-    def wait(self, limit: float | None = None) -> None:
+    def wait(self) -> None:
         """Wait until it is done, driving the others too; raise what it raised.
 
-        With ``limit``, seconds from the first wait or test on, CollectiveTimeout is raised
-        when they are over. An interrupted wait leaves the operation in flight.
+        CollectiveTimeout is raised when its limit is over. An interrupted wait leaves the
+        operation in flight.
         """
         if not self.done:
             try:
                 start = time.perf_counter()
-                self._wait(limit)
+                self._wait()
                 self.note_wait(start)
             except (CollectiveTimeout, MPI.Exception):
                 discard(self)  # nothing can be posted any more
@@ -197,9 +200,9 @@ class Operation:
         if self.link.tracer is not None and self.record.form != "blocking":
             self.link.tracer.waited(self.record, start, time.perf_counter())
 
-    def _wait(self, limit: float | None) -> None:
-        self.come(limit)
-        self.hold_to(limit)
+    def _wait(self) -> None:
+        self.come()
+        self.hold()
         others = self.link.watched or self.link.threaded or len(ACTIVE) > (self in ACTIVE)
         if self.deadline is None and not others:
             discard(self)
@@ -208,10 +211,11 @@ class Operation:
             await_(self.advance, self.watch)
             discard(self)
 
-    def come(self, limit: float | None = None) -> None:
-        """Wait for the calls before this one."""
+    def come(self) -> None:
+        """Wait for the calls before this one, under its limit where they have none."""
         for one in [*self._before]:
-            one.hold_to(limit)
+            one.limit = one.limit or self.limit
+            one.hold()
             try:
                 await_(one.advance, one.watch)
             except (CollectiveTimeout, MPI.Exception) as error:
@@ -221,11 +225,10 @@ class Operation:
                     raise
             discard(one)
 
-    def hold_to(self, limit: float | None) -> None:
-        """Let the time limit run from now on, unless it runs already."""
-        if limit and self.deadline is None:
-            self.link.watch()
-            self.deadline = time.perf_counter() + limit
+    def hold(self) -> None:
+        """Let its time limit run from now on, unless it runs already."""
+        if self.limit and self.deadline is None:
+            self.deadline = time.perf_counter() + self.limit
 
     def watch(self) -> None:
         """Raise KeyboardInterrupt if one came, once; CollectiveTimeout if time is over, here
@@ -244,30 +247,33 @@ class Operation:
 
 
 def await_(done: Callable[[], bool], watch: Callable[[], None]) -> None:
-    """Wait until ``done()``; drive all operations and call ``watch`` meanwhile."""
-    start = time.perf_counter()
+    """Wait until ``done()``; drive all operations and call ``watch`` meanwhile.
+
+    Where no step ends it naps, longer and longer.
+    """
+    start, steps = time.perf_counter(), SETTLED[0]
     while not done():
         progress()
         watch()
-        waited = time.perf_counter() - start
-        if waited > SPIN_SECONDS:
-            time.sleep(min(NAP_SECONDS, NAP_SHARE * (waited - SPIN_SECONDS)))
+        if steps != SETTLED[0]:
+            start, steps = time.perf_counter(), SETTLED[0]
+            continue
+        nap(time.perf_counter() - start)
 
 
 #: Operations in flight that nobody may be waiting for at present, in the order of their start.
 ACTIVE: dict[Operation, None] = {}
 
 
-def launch(operation: Operation, limit: float | None = None) -> None:
+def launch(operation: Operation) -> None:
     """Start an operation and leave it to whoever drives.
 
     What interrupts this leaves it to them too, or not begun; any wait or test then begins it.
-    ``limit`` are seconds for calls that come before it.
     """
     try:
         # First by this thread alone: what is wrong with the arguments is known before it
         # returns. In advancing, MPI may copy for long; the progress thread does that.
-        operation.come(limit)
+        operation.come()
         operation.advance(begin=operation.link.threaded)
     except (CollectiveTimeout, MPI.Exception) as error:
         operation.end(error)  # nothing can be posted any more

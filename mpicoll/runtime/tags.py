@@ -158,6 +158,25 @@ class Tags:
         self._live.add(number)
         return self._first_plan + number
 
+    @property
+    def plans(self) -> int:
+        """How many persistent plans have got a tag; the number of the last."""
+        return self._taken
+
+    def exchange_plan(self, tag: int, taken: int, number: int) -> int:
+        """Return the tag of the plan with that number, in place of the one that was ``taken``.
+
+        They differ after a call that was to make a plan on some ranks only.
+        """
+        if number == taken:
+            return tag
+        self.give_plan(tag)
+        self._taken = max(self._taken, number)
+        self._wanted = max(self._wanted, number)
+        place = self._free[number - 1 - self._from]
+        self._live.add(place)
+        return self._first_plan + place
+
     def give_plan(self, tag: int) -> None:
         """Give the tag of a plan back; local, so the others may still have theirs."""
         self._live.discard(tag - self._first_plan)

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
 
 from mpicoll.errors import CollectiveTimeout, PoisonedError
-from mpicoll.runtime.flight import RECORDER
+from mpicoll.runtime.abort import end_in, flush
+from mpicoll.runtime.flight import FINALIZE, RECORDER, absolute
 from mpicoll.runtime.record import Record
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ LEAVE_SECONDS = 10.0
 ABORT_SECONDS = 5.0
 #: Bytes of a state on the wire, so that it is sent without waiting for its receiver.
 STATE_BYTES = 1024
+#: Ranks that are named one by one.
+SHOWN = 16
 
 State = dict[str, Any]
 
@@ -78,7 +81,8 @@ def learn(link: Link) -> None:
 def _listen(link: Link, operation: Operation | None) -> bool:
     """Take the states that have come, answer them; return whether somebody's limit is over.
 
-    A state has "kind": "expired", "answer", or "leaving" when the process ends.
+    A state has "kind": "expired", "answer", "leaving" when the process ends after a time-out,
+    or "failed" when it ends by an exception.
     """
     status = MPI.Status()
     while message := link.hidden.Improbe(MPI.ANY_SOURCE, link.tags.control, status):
@@ -87,6 +91,10 @@ def _listen(link: Link, operation: Operation | None) -> bool:
         state = json.loads(data)
         if state["kind"] == "leaving":
             link.leaving.add(status.source)
+            link.states.setdefault(status.source, state)
+            continue
+        if state["kind"] == "failed":
+            link.failed.add(status.source)
             link.states.setdefault(status.source, state)
             continue
         link.states[status.source] = state
@@ -98,8 +106,13 @@ def _listen(link: Link, operation: Operation | None) -> bool:
 
 def _tell(link: Link, kind: str, operation: Operation | None, to: list[int]) -> None:
     """Send what this rank is doing; nobody waits for that to arrive."""
+    if kind == "answer" and link.asked:
+        return  # all have been told in which call its limit ran out, and that says more
     state: State = {"kind": kind, "sequence": link.tags.sequence}
-    if operation is not None:
+    if operation is not None and operation.record.collective == FINALIZE:
+        last = RECORDER.last(link.identity)
+        state |= {"ended": True, "at": os.path.basename(last.site)[-60:] if last else ""}
+    elif operation is not None:
         record = operation.record
         state["elsewhere"] = operation.link is not link
         state |= {
@@ -133,11 +146,12 @@ def _expire(operation: Operation) -> NoReturn:
     others = [rank for rank in range(link.size) if rank != link.rank]
     waited = time.perf_counter() - record.start
     _tell(link, "expired", operation, others)
-    until = time.perf_counter() + ASK_SECONDS
-    while len(link.states) < len(others) and time.perf_counter() < until:
-        for one in WATCHED:  # on another one, others may ask this rank
-            _listen(one, operation)
-        time.sleep(0.001)
+    _collect(operation, len(others))
+    # Whoever waits in a call has answered by now. The rest of the time is for dumps.
+    RECORDER.ask(
+        link.identity, {rank: link.pids[rank] for rank in others if rank not in link.states}
+    )
+    _collect(operation, len(others))
     silent = tuple(rank for rank in others if rank not in link.states)
     error = CollectiveTimeout(_message(link, record, waits, waited, silent))
     error.collective, error.sequence = record.collective, record.sequence
@@ -148,48 +162,91 @@ def _expire(operation: Operation) -> NoReturn:
     raise error
 
 
+def _collect(operation: Operation, others: int) -> None:
+    """Take the states of the others as they come, for half of the time that there is."""
+    until = time.perf_counter() + ASK_SECONDS / 2
+    while len(operation.link.states) < others and time.perf_counter() < until:
+        for one in WATCHED:  # on another one, others may ask this rank
+            _listen(one, operation)
+        time.sleep(0.001)
+
+
 def _message(
     link: Link, record: Record, waits: tuple[int, ...], waited: float, silent: tuple[int, ...]
 ) -> str:
-    by = f" by {record.algorithm}" if record.algorithm else ""
     text = [
-        f"{record.collective} #{record.sequence}{by} on rank {link.rank} of {link.size} is not "
-        f"complete after {waited:.3g} s: step {record.step} of {record.steps}"
+        f"{_head(record)} on rank {link.rank} of {link.size} (communicator "
+        f"{RECORDER.name(link.identity)}) is not complete after {waited:.3g} s"
+        f"{_stage(link, record)}"
     ]
     if waits:
         text.append(f"it waits for {_ranks(waits)}")
-    text.append(f"not heard from: {_ranks(silent)}" if silent else "all ranks answered")
-    for rank, state in sorted(link.states.items())[:16]:
+    if silent:
+        text.append(f"not heard from: {_ranks(silent)}")
+    elif not link.failed:
+        text.append("all ranks answered")
+    for rank, state in sorted(link.states.items())[:SHOWN]:
         text.append(f"rank {rank}: {_doing(state, record)}")
-    text.append(
-        f"the flight recorders are in {link.settings.flight}: python -m mpicoll doctor --flight "
-        f"{link.settings.flight}"
-    )
-    return "; ".join(text)
+    folder = shlex.quote(str(absolute(link.settings.flight)))
+    text.append(f"the flight recorders: python -m mpicoll doctor --flight {folder}")
+    return "\n  ".join(text)
+
+
+def _head(record: Record) -> str:
+    if record.collective == FINALIZE:
+        return "the end of the program"
+    by = f" by {record.algorithm}" if record.algorithm else ""
+    return f"{record.collective} #{record.sequence}{by}"
+
+
+def _stage(link: Link, record: Record) -> str:
+    """Say how far a call is."""
+    if not record.steps:
+        return ""
+    if record.algorithm:
+        return f": step {record.step} of {record.steps}"
+    checks = link.settings.check
+    return f", while the ranks {'compare their calls' if checks else 'agree on their counts'}"
 
 
 def _doing(state: State, record: Record) -> str:
     """Say what another rank was doing."""
+    after = f"after call #{state['sequence']}" if state["sequence"] else "before its first call"
+    if state["kind"] == "failed":
+        return f"has ended by an exception {after}"
+    if "ended" in state:
+        at = f" ({state['at']})" if state["at"] else ""
+        return f"has ended its program {after}{at}"
     if "collective" not in state:
-        return f"in its own code after call #{state['sequence']}"
-    where = f"step {state['step']} of {state['steps']}"
+        return f"in its own code {after}"
+    where = f", step {state['step']} of {state['steps']}" if state["steps"] else ""
     if state["waits"]:
         where += f", waits for {_ranks(state['waits'])}"
     if state["elsewhere"]:
-        after = f"after call #{state['sequence']} here"
-        return f"in {state['collective']} on another communicator, {where}, {after}"
-    other = (state["sequence"], state["collective"]) != (record.sequence, record.collective)
-    return f"in {_call(state)} instead, {where}" if other else f"in it too, {where}"
+        return f"in {state['collective']} on another communicator{where}, {after} here"
+    if (state["sequence"], state["collective"]) == (record.sequence, record.collective):
+        return f"in it too{where}"
+    instead = "" if record.collective == FINALIZE else " instead"
+    return f"in {_call(state)}{instead}{where}"
 
 
 def _call(state: State) -> str:
+    if "ended" in state:
+        return "the end of the program"
     return f"{state.get('collective', 'a call')} #{state['sequence']}"
 
 
 def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:16])
-    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    shown = ", ".join(str(rank) for rank in ranks[:SHOWN])
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
+
+
+def fail(links: list[Link]) -> None:
+    """Tell all ranks that this one ends by an exception and waits for nobody."""
+    for link in links:
+        others = [rank for rank in range(link.size) if rank != link.rank]
+        _tell(link, "failed", None, others)
 
 
 def leave(links: list[Link]) -> NoReturn:
@@ -198,20 +255,18 @@ def leave(links: list[Link]) -> NoReturn:
     Abort ends the other ranks too, so those that are alive and know of the time-out are
     given time to clean up as this one did.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    until = time.perf_counter() + LEAVE_SECONDS
-    for link in links:
-        others = [rank for rank in range(link.size) if rank != link.rank]
-        _tell(link, "leaving", None, others)
-        while not set(link.states) <= link.leaving and time.perf_counter() < until:
-            _listen(link, None)
-            time.sleep(LOOK_SECONDS)
-
-    def end() -> None:
-        time.sleep(ABORT_SECONDS)
+    flush(sys.stdout)
+    flush(sys.stderr)
+    try:
+        until = time.perf_counter() + LEAVE_SECONDS
+        for link in links:
+            others = [rank for rank in range(link.size) if rank != link.rank]
+            _tell(link, "leaving", None, others)
+            here = set(link.states) - link.failed
+            while not here <= link.leaving and time.perf_counter() < until:
+                _listen(link, None)
+                time.sleep(LOOK_SECONDS)
+        end_in(ABORT_SECONDS)
+        MPI.COMM_WORLD.Abort(1)
+    finally:
         os._exit(1)
-
-    threading.Thread(target=end, daemon=True).start()
-    MPI.COMM_WORLD.Abort(1)
-    os._exit(1)

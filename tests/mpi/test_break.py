@@ -308,7 +308,7 @@ def test_what_is_said_of_the_others(jobs: dict[str, Future[Ended]], name: str) -
     for case in ("own code", "one call", "many requests", "asked for status"):
         for line in done.of(case=case, last=False):
             assert (line["error"], line["silent"]) == ("CollectiveTimeout", [last]), line
-            assert f"not heard from: rank {last}; " in line["text"]
+            assert f"\n  not heard from: rank {last}\n" in line["text"]
             assert line["seconds"] < CASE, line
         assert done.of(case=case, last=True)[0]["error"] == ""
     for line in done.of(case="no limit", last=False):
@@ -319,7 +319,7 @@ def test_what_is_said_of_the_others(jobs: dict[str, Future[Ended]], name: str) -
     assert any(line["silent"] == [] for line in together), together
     for line in done.of(case="another communicator", last=False):
         assert (line["error"], line["silent"]) == ("CollectiveTimeout", []), line
-        assert f"all ranks answered; rank {last}: in barrier on another communicator" in (
+        assert f"all ranks answered\n  rank {last}: in barrier on another communicator" in (
             line["text"] if size == 2 else line["text"].replace(_others(line["text"], last), "")
         )
     for line in done.of(after=True):
@@ -332,8 +332,8 @@ def test_what_is_said_of_the_others(jobs: dict[str, Future[Ended]], name: str) -
 
 
 def _others(text: str, last: int) -> str:
-    """Return what is said of the ranks before the last, after "all ranks answered; "."""
-    _, _, rest = text.partition("all ranks answered; ")
+    """Return what is said of the ranks before the last, after "all ranks answered"."""
+    _, _, rest = text.partition("all ranks answered\n  ")
     return rest.partition(f"rank {last}: ")[0]
 
 

@@ -13,7 +13,7 @@ from wrong_calls import POISON
 
 import mpicoll
 from mpicoll import Comm, MismatchError, SettingError
-from mpicoll.runtime import progress
+from mpicoll.runtime import agreement, progress
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ ODD = {
         "Allgatherv",
     ),
     "root of a broadcast": Odd(
-        lambda c: c.Bcast(d(3)), lambda c: c.Bcast(d(3), c.size - 1), "root", "none", "{last}"
+        lambda c: c.Bcast(d(3)), lambda c: c.Bcast(d(3), c.size - 1), "root", "0", "{last}"
     ),
     "root of a reduction": Odd(
         lambda c: c.Reduce(d(3), d(3), root=0),
@@ -187,7 +187,40 @@ ODD = {
         "none",
         "rank",
     ),
+    "time limit": Odd(
+        lambda c: c.Allreduce(d(3), d(3)),
+        lambda c: c.Allreduce(d(3), d(3), timeout=60),
+        "time limit",
+        "none",
+        "given",
+    ),
 }
+#: What only moves data: a call of arrays by a function that makes one, of the same bytes in all.
+MOVING: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {
+    "Bcast": lambda c, a: c.Bcast(a(1)),
+    "Gather": lambda c, a: c.Gather(a(1), a(c.size) if c.rank == 0 else None),
+    "Gather in place": lambda c, a: c.Gather(
+        *((a(1), None) if c.rank else (MPI.IN_PLACE, a(c.size)))
+    ),
+    "Gatherv": lambda c, a: c.Gatherv(a(1), a(c.size) if c.rank == 0 else None),
+    "Scatter": lambda c, a: c.Scatter(a(c.size) if c.rank == 0 else None, a(1)),
+    "Scatterv": lambda c, a: c.Scatterv(
+        *((a(c.size), MPI.IN_PLACE) if c.rank == 0 else (None, a(1)))
+    ),
+    "Allgather": lambda c, a: c.Allgather(a(1), a(c.size)),
+    "Allgather in place": lambda c, a: c.Allgather(MPI.IN_PLACE, a(c.size)),
+    "Allgatherv": lambda c, a: c.Allgatherv(a(1), a(c.size)),
+    "Alltoall": lambda c, a: c.Alltoall(a(c.size), a(c.size)),
+    "Alltoallv": lambda c, a: c.Alltoallv(a(c.size), a(c.size)),
+}
+for _name, _call in MOVING.items():
+    ODD[f"datatype of a {_name}"] = Odd(
+        lambda c, call=_call: call(c, lambda n: np.ones(n)),
+        lambda c, call=_call: call(c, lambda n: np.ones(2 * n, np.float32)),
+        "datatype",
+        "float64",
+        "float32",
+    )
 
 
 @pytest.mark.parametrize("form", ["blocking", "non-blocking", "persistent"])
@@ -205,6 +238,8 @@ def test_one_rank_passes_something_else(odd: Odd, form: str, checked: Any) -> No
         assert f"on rank {checked.rank}: the ranks disagree on call #{2 * number + 1} of" in text
         assert "nothing was sent" in text
         same, other = (value.format(last=size - 1) for value in (odd.value, odd.odd))
+        if odd.name == "call" and form == "persistent":
+            same, other = f"{same}_init", f"{other}_init"
         assert f"  {odd.name} = {same}: {ranks_but(size, one)}" in text
         assert f"  {odd.name} = {other}" in text
         assert text.count(f": rank {one}") >= 1
@@ -234,6 +269,98 @@ def test_forms_may_meet(checked: Any) -> None:
     else:
         checked.Iallreduce(d(3), out).Wait()
     assert out.tolist() == [checked.size] * 3
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_plan_on_some_ranks_only(times: int, checked: Any) -> None:
+    """It is refused on all ranks, and the plans that follow work."""
+    last = checked.rank == checked.size - 1
+    for number in range(times if checked.size > 1 else 0):
+        call = checked.Allreduce_init if last == (number < 2) else checked.Allreduce
+        with pytest.raises(MismatchError, match="call = Allreduce_init: rank"):
+            call(d(3), d(3))
+    plans, outs = [], []
+    for _ in range(3):
+        outs.append(np.full(3, POISON))
+        plans.append(checked.Allreduce_init(d(3), outs[-1]))
+    assert len(set(MPI.Intracomm(checked).allgather(tuple(checked._link.tags._live)))) == 1
+    for _ in range(2):
+        mpicoll.Prequest.Startall(plans)
+        mpicoll.Prequest.Waitall(plans)
+        assert [out.tolist() for out in outs] == [[checked.size] * 3] * 3
+    for plan in plans:
+        plan.Free()
+    assert not checked._link.tags._live
+    works(checked)
+
+
+#: What some ranks say and others leave out, or say by another type: the same call.
+ALIKE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "root": (lambda c: c.Bcast(d(3)), lambda c: c.Bcast(d(3), 0)),
+    "type of a root": (
+        lambda c: c.Reduce(d(3), d(3), root=np.int64(c.size > 1)),
+        lambda c: c.Reduce(d(3), d(3), MPI.SUM, c.size > 1),
+    ),
+    "op": (lambda c: c.Allreduce(d(3), d(3)), lambda c: c.Allreduce(d(3), d(3), MPI.SUM)),
+    "keywords": (
+        lambda c: c.Scan(d(3), d(3)),
+        lambda c: c.Scan(d(3), d(3), MPI.SUM, algorithm=None, segment=None, timeout=0),
+    ),
+    "bytes": (lambda c: c.Bcast(d(3)), lambda c: c.Bcast(bytearray(24))),
+    "derived datatypes": (
+        lambda c: c.Allgather(d(2), d(2 * c.size)),
+        lambda c: c.Allgather([d(2), 1, TWO], [d(2 * c.size), 1, TWO]),
+    ),
+    "names of a datatype": (
+        lambda c: c.Bcast([np.ones(3, np.int64), MPI.INT64_T]),
+        lambda c: c.Bcast([np.ones(3, np.int64), MPI.LONG]),
+    ),
+    "a side that does not count": (
+        lambda c: c.Scatter(d(c.size), d(1)),
+        lambda c: c.Scatter(d(c.size) if c.rank == 0 else np.ones(9, np.float32), d(1)),
+    ),
+}
+TWO = MPI.DOUBLE.Create_contiguous(2).Commit()
+
+
+@pytest.mark.parametrize("form", ["blocking", "non-blocking", "persistent"])
+@pytest.mark.parametrize("alike", ALIKE.values(), ids=ALIKE.keys())
+def test_ranks_may_say_the_same_in_other_words(alike: Any, form: str, checked: Any) -> None:
+    one, other = alike
+    result = (other if checked.rank % 2 else one)(OneForm(checked, form))
+    if form == "persistent":
+        result.Free()
+    works(checked)
+
+
+def test_long_arguments_are_compared_to_their_end(
+    checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are cut in what is sent and said."""
+    monkeypatch.setattr(agreement, "VALUE", 13)
+    size, rank = checked.size, checked.rank
+    counts = [1000 + peer for peer in range(size)]
+    counts[-1] += rank == 0
+    error = raised(lambda: checked.Allgatherv(d(counts[rank]), [d(sum(counts)), counts]))
+    if size == 1:
+        assert error is None
+        return
+    assert isinstance(error, MismatchError)
+    assert "  bytes = [" in str(error)
+
+
+def test_a_mismatch_names_the_lines(checked: Any) -> None:
+    if checked.size == 1:
+        return
+    calls: list[Callable[[], Any]] = [
+        lambda: checked.Allreduce(d(2), d(2)),
+        lambda: checked.Allreduce(d(3), d(3)),
+    ]
+    with pytest.raises(MismatchError) as error:
+        calls[checked.rank > 0]()
+    lines = [line for line in str(error.value).splitlines() if line.startswith("  site = ")]
+    assert len(lines) == 2
+    assert all("test_check.py:" in line for line in lines)
 
 
 def test_calls_in_another_order(checked: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import resource
 import threading
-import time
 import warnings
 from collections.abc import Callable
+from itertools import count as counting
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from breaking import METHODS, calls
 from mpi4py import MPI
 
 from mpicoll import Comm, Request
-from mpicoll.runtime import ending, progress, watchdog
+from mpicoll.runtime import ending, executor, progress, watchdog
 
 if TYPE_CHECKING:
     from harness import Ranks
@@ -311,23 +311,35 @@ def test_few_scratches_are_kept(world: Comm) -> None:
     comm.Free()
 
 
+def test_a_wait_naps_only_where_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step that ends begins the wait anew, however long it has been."""
+    naps: list[float] = []
+    seconds = counting(step=0.01)
+    monkeypatch.setattr(progress, "nap", naps.append)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    steps = [*([True] * 300), *([False] * 3), True, False, False]
+
+    def done() -> bool:
+        if not steps:
+            return True
+        executor.SETTLED[0] += steps.pop(0)
+        return False
+
+    progress.await_(done, lambda: None)
+    assert naps == pytest.approx([0.01, 0.02, 0.03, 0.01, 0.02])
+
+
 def test_abort_is_given_time_before_the_process_ends_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     happened: list[tuple[str, float]] = []
 
-    class Thread:
-        def __init__(self, target: Callable[[], None], daemon: bool) -> None:
-            self.start = target
-
     def note(what: str) -> Callable[[float], None]:
         return lambda number: happened.append((what, number))
 
     world = SimpleNamespace(Abort=note("abort"))
-    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=note("sleep"))
-    monkeypatch.setattr(watchdog, "threading", SimpleNamespace(Thread=Thread))
-    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(watchdog, "end_in", note("end in"))
     monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=note("exit")))
     monkeypatch.setattr(watchdog, "MPI", SimpleNamespace(COMM_WORLD=world))
     watchdog.leave([])
-    assert happened == [("sleep", 5.0), ("exit", 1), ("abort", 1), ("exit", 1)]
+    assert happened == [("end in", 5.0), ("abort", 1), ("exit", 1)]

@@ -203,6 +203,7 @@ def test_message_of_another_length_is_an_error(twin: Comm, expected: int) -> Non
     elif expected == 5:
         assert isinstance(error, mpicoll.ShortMessageError)
         assert "32 bytes from rank 0, expected 40" in str(error)
+        assert "MPICOLL_CHECK=1 shows who passed what" in str(error)
         assert f"Scatter on rank {twin.rank}" in str(error)
     else:
         assert isinstance(error, MPI.Exception), repr(error)

@@ -26,12 +26,14 @@ NETWORK = re.compile(r"^```json\n(.*?)^```", re.M | re.S)
 #: What a line begins with that is not run here, and why.
 ELSEWHERE = {
     "bash jobs/": "CI runs them, the training for fewer steps",
+    "git clone": "a copy is tested",
+    "python3 -m venv": "would change what is tested",
     "pip install": "would change what is tested",
     "sbatch": "no Slurm",
     "srun": "no Slurm",
     "scancel": "no Slurm",
     "#": "a script's head",
-    ". jobs/setup.sh": "CI runs it by way of the jobs",
+    ". ~/mpicoll/jobs/setup.sh": "CI runs it by way of the jobs",
     "mpicoll_setup": "CI runs it by way of the jobs",
     "mpi_run": "CI runs it by way of the jobs",
     "kill -USR1": "tests/mpi/test_flight.py",
