@@ -9,9 +9,10 @@ added, which must agree on all ranks:
 - ``order``: "rank" gives the bits of a left-to-right reduction over ranks (reductions);
 - ``timeout``: the time limit in seconds, 0 for none, in place of the communicator's.
 
-Methods of objects (``bcast``, ``allreduce`` and their kin), the making of communicators
-and `Free` have no non-blocking form in the MPI, and so no time limit; but what is in flight
-on the communicator is completed first, under its own.
+Methods of objects (``bcast``, ``allreduce`` and their kin) and the making of communicators
+have no non-blocking form in the MPI, and so no time limit; but what is in flight on the
+communicator is completed first, under its own. `Free` waits for the other ranks under that
+of the communicator.
 
 Bad arguments raise before anything is sent and leave every buffer as it was. Where ranks
 must first agree on counts (reduce-scatter without ``recvcounts``, gatherv and scatterv by

@@ -2,8 +2,7 @@
 
 The running calls are the nodes of a graph: each points to what it waits for, that is another
 running call, or a rank that is in its own code, has failed, has ended its program or wrote no
-dump. Where its paths
-end, there is the cause; a circle through different calls is a deadlock.
+dump. Where its paths end, there is the cause; a circle through different calls is a deadlock.
 """
 
 from __future__ import annotations

@@ -266,50 +266,54 @@ class Base:
     ) -> Prequest:
         """Plan a persistent collective and set it up."""
         link, first = self._link, opened.record
-        free_forgotten()
-        try:
-            tag = link.tags.take_plan()  # before anything else can fail: all ranks take one
-        except BaseException as error:
-            raised = located(error, name, self._rank_for_errors())
-            opened.release()
-            link.closed(first, raised)
-            raise raised.with_traceback(error.__traceback__) from None
-        opened.plan = number = link.tags.plans
+        opened.plan = link.tags.wanted
         plans: list[Plan] = []
         unwanted = False
 
-        def give_back() -> None:
-            link.tags.give_plan(tag)
-            opened.release()
+        def take() -> None:
+            # Before anything else can fail: all ranks take one. In checked calls they do once
+            # they know that all make a plan.
+            if not link.settings.check:
+                opened.take_plan(opened.plan)
 
         def planning() -> progress.Course:
             fault: BaseException | None = None
             try:
+                try:
+                    free_forgotten()
+                    take()
+                except CallError as error:
+                    raise located(error, name, self._rank_for_errors()) from None
+                except BaseException as error:  # the others know of none, and wait
+                    fault = error
+                    take()
                 try:
                     plan = yield from _planned(link, make, opened, given)
                 except BaseException as error:
                     if not _is_foreign(error, make, opened):
                         raised = located(error, name, self._rank_for_errors())
                         raise raised.with_traceback(error.__traceback__) from None
-                    fault = error
+                    fault = fault or error
                     plan = yield from _planned(link, make, opened, given)  # the others wait
                 if fault is not None:
                     raise fault
                 plans.append(plan)
             finally:
                 if unwanted:
-                    give_back()
+                    opened.release()
 
         operation = progress.Operation(link, first, planning(), time_limit)
         try:
             operation.wait()
             plan = plans[0]
-            plan.tag = tag = link.tags.exchange_plan(tag, number, opened.plan)
+            assert opened.plan_tag is not None
+            plan.tag = opened.plan_tag
             execution = link.prepare(plan, replace(first))
         except BaseException:
-            unwanted = True  # one that is interrupted goes on planning with the others
+            # One that is interrupted goes on planning with the others, before the next call.
+            unwanted = operation.left = True
             if operation.done:
-                give_back()
+                opened.release()
             raise
 
         def begin() -> progress.Operation:
@@ -325,7 +329,7 @@ class Base:
 
         def free() -> None:
             execution.free()
-            give_back()
+            opened.release()
 
         return persistent_for(begin, free, replace(first, collective=name))
 

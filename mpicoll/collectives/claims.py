@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
+from functools import cache
 from operator import index
 from typing import Any
 
@@ -31,7 +32,7 @@ def claims(
     """Return the arguments that all ranks must pass alike, in words."""
     given = {"call": called, "time limit": "none" if time_limit is None else "given"}
     try:
-        bound = inspect.signature(planner).bind(None, None, *args, **options)
+        bound = _signature(planner).bind(None, None, *args, **options)
     except TypeError:
         return given  # the planner raises it again, where it is handled
     bound.apply_defaults()  # whoever leaves an argument out passes it
@@ -39,14 +40,17 @@ def claims(
         value = bound.arguments.get(name, options.get(name))
         if value is not None and name != "timeout":
             given[name] = operator_name(value) if name == "op" else _word(value)
-    # Those of a reduction are compared in the plan, and blocks may have a type each.
-    if "op" not in given and "alltoallw" not in called.lower():
+    # Those of a reduction are compared in the plan; each pair of ranks may have a type of its own.
+    if "op" not in given and not called.startswith(("Alltoallv", "Alltoallw")):
         # The first one counts on all ranks.
         scatters = "scatter" in called.lower()
         names = ("recvbuf", "sendbuf") if scatters else ("buf", "sendbuf", "recvbuf")
         buffers = [bound.arguments.get(name) for name in names]
         given[DATATYPE] = next((element_name(one) for one in buffers if not in_place(one)), "")
     return given
+
+
+_signature = cache(inspect.signature)  # which takes microseconds
 
 
 def _word(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypedDict
 
 from mpicoll.selection.choose import OrderWish
@@ -85,6 +86,7 @@ _MEANINGS = {
 }
 
 
+@cache
 def keywords(planner: Callable[..., Any]) -> tuple[str, ...]:
     """Return the keywords that a planner takes behind its arguments."""
     annotation = planner.__annotations__.get("options", "")

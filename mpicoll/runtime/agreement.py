@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mpicoll.algorithms import find
 from mpicoll.errors import MismatchError
 from mpicoll.runtime.executor import Execution
-from mpicoll.runtime.faults import words
+from mpicoll.runtime.faults import SHOWN, ranks_named, words
 from mpicoll.runtime.plan import Plan
 from mpicoll.runtime.tags import code_of
 from mpicoll.schedule.ir import Call, Schedule
@@ -36,8 +36,6 @@ Planned: TypeAlias = "Plan | Generator[Execution, None, Plan]"
 #: Bytes of a claim on the wire, and characters of one value in it.
 CLAIM_BYTES = 2048
 VALUE = 80
-#: Ranks that are shown one by one.
-SHOWN = 16
 #: Of what the items of a buffer consist, in a claim; "" goes with all.
 DATATYPE = "datatype"
 #: What is in a claim and need not be equal: the line that the call comes from, and the number of
@@ -71,7 +69,7 @@ def checked(
         given = {**given, PLAN: str(opened.plan)}
     claims = yield from _compare(link, opened, 1, given, error)
     if opened.plan:
-        opened.plan = max(int(claim[PLAN]) for claim in claims)
+        opened.take_plan(max(int(claim[PLAN]) for claim in claims))
     while planning is not None and waiting is not None:
         yield waiting
         try:
@@ -135,7 +133,9 @@ def _rows(name: str, claims: list[Claim]) -> list[str]:
             values.setdefault(value, []).append(rank)
     if len(values) < 2:
         return []
-    return [f"  {name} = {value or 'none'}: {_ranks(ranks)}" for value, ranks in values.items()]
+    return [
+        f"  {name} = {value or 'none'}: {ranks_named(ranks)}" for value, ranks in values.items()
+    ]
 
 
 def _compare_pairs(
@@ -198,9 +198,3 @@ def _cut(text: str) -> str:
 def _plain(text: str) -> str:
     """Return text of which a character is a byte, so that what is cut has a length."""
     return text.encode("ascii", "backslashreplace").decode()
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:SHOWN])
-    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"

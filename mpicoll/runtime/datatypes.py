@@ -194,20 +194,30 @@ def lookup(array: Any) -> Item:
 def element_name(spec: Any) -> str:
     """Return the basic type that the items of a buffer argument consist of, such as float64.
 
-    "" where that is not one type, where it is bytes, which go with all of them, and where
-    ``spec`` is no buffer: what is wrong with it is for others to say.
+    "" where there are no items, where they are not of one type, where they are bytes, which go
+    with all of them, and where nobody but the MPI knows. What is wrong with ``spec`` is for others
+    to say.
     """
-    array, named = spec, None
-    if isinstance(spec, (list, tuple)):
-        array, *others = spec or [None]
-        named = next((one for one in others if isinstance(one, (MPI.Datatype, str))), None)
-    if isinstance(named, str):
-        named = MPI._typedict.get(named, MPI.DATATYPE_NULL)
     try:
+        array, *others = spec if isinstance(spec, (list, tuple)) else (spec,)
+        if not np.size(array) or (others and _are_none(others[0])):
+            return ""
+        named = next((one for one in others if isinstance(one, (MPI.Datatype, str))), None)
+        if isinstance(named, str):
+            named = MPI._typedict[named]
         dtype = lookup(array).dtype if named is None else _basic(named)
-    except (AttributeError, BufferError, KeyError, MPI.Exception, TypeError):
+    except Exception:
         return ""
     return "" if dtype is None else str(dtype)
+
+
+def _are_none(counts: Any) -> bool:
+    """Whether the second part of a buffer argument, be it counts or more, counts no items."""
+    if counts is None or isinstance(counts, (MPI.Datatype, str)):
+        return False
+    if isinstance(counts, (list, tuple)) and counts and np.ndim(counts[0]):
+        counts = counts[0]
+    return not np.any(counts)
 
 
 def _basic(datatype: MPI.Datatype) -> DType | None:

@@ -9,7 +9,11 @@ nor do they for it. After a time-out the process ends by Abort.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import os
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,7 +22,7 @@ from mpi4py import MPI
 from mpicoll.errors import CollectiveTimeout
 from mpicoll.runtime import progress, watchdog
 from mpicoll.runtime.abort import say
-from mpicoll.runtime.flight import deafen
+from mpicoll.runtime.flight import FINALIZE, deafen
 
 if TYPE_CHECKING:
     from mpicoll.runtime.link import Link
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 #: The links of this process, in the order in which they were made.
 LINKS: list[Link] = []
 
+#: Seconds for which a rank that fails goes on with what it has in flight.
+FAIL_SECONDS = 1.0
+
+_PID = os.getpid()
 _keyval: int | None = None
 
 
@@ -50,11 +58,9 @@ def _release_all(*_: object) -> None:
     _leave_if_poisoned()
     progress.stop_thread()
     try:
-        for link in LINKS:
-            link.complete()
         # All are begun before one is waited for: threads may have made them in another order
         # on other ranks.
-        for link, meeting in [(link, link.meet()) for link in LINKS]:
+        for link, meeting in [(link, link.meet(FINALIZE)) for link in LINKS]:
             link.wait_for_all(meeting)
         _close_trace()
         for link in sorted(LINKS, key=lambda link: link.identity):
@@ -63,19 +69,50 @@ def _release_all(*_: object) -> None:
     except CollectiveTimeout as error:
         say(f"mpicoll: {error}\n")
         _leave_if_poisoned()
-    LINKS.clear()
+    _forget()
 
 
 def _fail() -> None:
-    """End after an uncaught exception: the others may be anywhere, so nobody is waited for."""
+    """End after an uncaught exception: the others may be anywhere, so nobody is waited for.
+
+    What is in flight goes on for a short while: the others may wait for it.
+    """
     progress.stop_thread()
+    sent = watchdog.fail(LINKS)
+    start = time.perf_counter()
+
+    def over() -> bool:
+        seconds = time.perf_counter() - start
+        told = MPI.Request.Testall(sent) or seconds > watchdog.LEAVE_SECONDS
+        return told and (not progress.ACTIVE or seconds > FAIL_SECONDS)
+
+    progress.await_(over, lambda: None)
     _close_trace()
-    watchdog.fail(LINKS)
+    _forget()
+
+
+def _forget() -> None:
+    """Leave what is still in flight to MPI, which may use its memory until it ends.
+
+    That is after the interpreter, which frees all that it can: so one reference is never given
+    back.
+    """
     LINKS.clear()
+    left = ([*progress.ACTIVE], watchdog.PARKED)
+    if any(left):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
 
 
 def _close_trace() -> None:
-    """End the trace; where all ranks have met, they compare their clocks once more."""
+    """End the trace; where all ranks have met, they compare their clocks once more.
+
+    No fault of it keeps the process from its end.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        _end_trace()
+
+
+def _end_trace() -> None:
     traced = [link for link in LINKS if link.tracer is not None]
     if traced and (tracer := traced[0].tracer) is not None:
         worlds = [link for link in traced if link.size == MPI.COMM_WORLD.size]
@@ -91,7 +128,8 @@ def _leave_if_poisoned() -> None:
 
 
 def _at_exit() -> None:
-    if MPI.Is_finalized():
+    # A child of `os.fork` has no part in the job.
+    if MPI.Is_finalized() or os.getpid() != _PID:
         return
     _leave_if_poisoned()
     if hasattr(sys, "last_value"):

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mpi4py import MPI
 
 from mpicoll.errors import MpicollError
+
+#: Ranks that messages name one by one.
+SHOWN = 16
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Return ranks in words."""
+    shown = ", ".join(str(rank) for rank in ranks[:SHOWN])
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
 
 
 def words(error: BaseException) -> str:

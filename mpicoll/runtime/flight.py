@@ -162,6 +162,7 @@ class Recorder:
         if (
             member is None
             or (question.job, question.rank) != (self._world["job"], member.rank)
+            or type(question.by) is not int
             or question.by not in range(len(member.ranks))
         ):
             return ""

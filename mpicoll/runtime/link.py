@@ -11,8 +11,8 @@ import os
 import time
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from typing import TypeVar, cast
 
 import numpy as np
@@ -44,6 +44,8 @@ CHOICES = 4096
 #: What a rank is in where it waits for what is due between two calls; it has the sequence number
 #: of the call that follows.
 BETWEEN = "turn of the tags"
+#: What a rank is in where it waits for the others to free a communicator, too.
+FREE = "Free"
 
 _E = TypeVar("_E", bound=Execution)
 
@@ -56,8 +58,8 @@ class Link:
     be used any more, "" while it can; ``asked`` whether this rank has asked the others why.
     ``threaded`` says whether the progress thread drives its operations, ``plain`` whether a
     blocking call may simply wait inside MPI. ``pids`` are the processes of the ranks, each on
-    its host. ``failed`` are ranks that have ended by an exception; ``met`` says that all ranks
-    have come to the end without.
+    its host, ``ranks`` those in the world. ``met`` says that all have come to the end, or to
+    `free`, and none has ended by an exception.
     """
 
     def __init__(self, comm: MPI.Intracomm, settings: Settings | None) -> None:
@@ -74,7 +76,6 @@ class Link:
         self.states: dict[int, watchdog.State] = {}
         self.expired: list[int] = []
         self.leaving: set[int] = set()
-        self.failed: set[int] = set()
         self.met = False
         self.tags = Tags(self.hidden, self._wait_request)
         self.scratch = Scratch()
@@ -86,7 +87,7 @@ class Link:
             except BaseException:
                 self.hidden.Free()
                 raise
-        ranks = _world_ranks(comm)
+        self.ranks = ranks = _world_ranks(comm)
         own = [MPI.Query_thread(), os.getpid(), _draw(ranks) if self.rank == 0 else 0]
         every = np.empty((self.size, len(own)), np.int64)
         self.hidden.Allgather(np.array(own, np.int64), every)
@@ -136,6 +137,13 @@ class Link:
 
     def _set_plain(self) -> None:
         self.plain = not (self.threaded or self.watched or self.settings.check)
+
+    @property
+    def failed(self) -> set[int]:
+        """The ranks that are known to have ended by an exception."""
+        if not watchdog.FAILED:
+            return set()
+        return {rank for rank, world in enumerate(self.ranks) if world in watchdog.FAILED}
 
     @property
     def freed(self) -> bool:
@@ -433,39 +441,55 @@ class Link:
         record.start = time.perf_counter()
         progress.Operation(self, record, _native(request), self.settings.timeout).wait()
 
-    def meet(self) -> progress.Operation:
-        """Begin to wait until all ranks end, for `wait_for_all`.
+    def meet(self, name: str, limit: float | None = None) -> progress.Operation:
+        """Begin to wait until all ranks do, for `wait_for_all`; ``name`` is for dumps and errors.
 
-        Without a limit: others may still save what they have.
+        At the end of the program without a limit: others may still save what they have.
         """
         self.watch()
-        record = Record(self.identity, self.tags.sequence, "finalize")
+        self.tags.catch_up(self.complete)  # else the barriers of a turn and this one would meet
+        record = Record(self.identity, self.tags.sequence, name)
         record.start = time.perf_counter()
+        record.site = RECORDER.site()
         RECORDER.keep(record)
-        return progress.Operation(self, record, _native(self.hidden.Ibarrier()))
+        return progress.Operation(self, record, _native(self.hidden.Ibarrier()), limit)
 
     def wait_for_all(self, meeting: progress.Operation) -> None:
-        """Wait until all ranks end, or one fails, or says that its time limit is over."""
-        progress.await_(lambda: meeting.advance() or bool(self.failed), meeting.watch)
-        self.met = meeting.done
+        """Wait until all ranks have come, or one fails, or a time limit is over."""
+        looked = 0.0
+
+        def watch() -> None:
+            nonlocal looked
+            meeting.watch()
+            now = time.perf_counter()
+            if now - looked > watchdog.LOOK_SECONDS:
+                looked = now
+                watchdog.hear(ending.LINKS)
+
+        meeting.hold()
+        progress.await_(lambda: meeting.advance() or bool(self.failed), watch)
+        self.met = meeting.done and meeting.error is None
 
     def free(self) -> None:
         """Free the duplicate; collective, harmless the second time.
 
-        What is in flight on it is completed first. After a time-out nothing is freed.
+        What is in flight on it is completed first. After a time-out nothing is freed, nor where
+        a rank has failed, which does not come.
         """
         if self.poison or self not in ending.LINKS:
             return  # a poisoned link stays among the links: the end of the process asks for it
-        self.complete()
-        free_forgotten()
-        self.tags.catch_up(self.complete)
-        self.tags.settle()
-        self.tags.sweep()
+        self.wait_for_all(self.meet(FREE, self.settings.timeout))
+        if self.met:
+            self.complete()
+            free_forgotten()
+            self.tags.settle()
+            self.tags.sweep()
         ending.LINKS.remove(self)
         if self.watched:
             watchdog.WATCHED.remove(self)
         RECORDER.leave(self.identity)
-        self.hidden.Free()
+        if self.met:
+            self.hidden.Free()
 
 
 def _is_fault(error: BaseException) -> bool:
@@ -492,7 +516,7 @@ def _world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
         world.Free()
 
 
-_MADE: Counter[tuple[int, ...]] = Counter()
+_MADE: dict[tuple[int, ...], count[int]] = {}
 
 
 def _draw(ranks: tuple[int, ...]) -> int:
@@ -500,8 +524,7 @@ def _draw(ranks: tuple[int, ...]) -> int:
 
     For the first of them to draw: threads may make communicators in another order elsewhere.
     """
-    _MADE[ranks] += 1
-    return _MADE[ranks]
+    return next(_MADE.setdefault(ranks, count(1)))
 
 
 def attach(comm: MPI.Intracomm, settings: Settings | None = None) -> Link:

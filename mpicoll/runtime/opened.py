@@ -22,10 +22,10 @@ class Opened:
     ``keeps`` is set when the call goes on after it has returned: it then has copies of
     derived datatypes, in ``held``, since the caller may free them. ``lane`` is there when
     one of its buffers is on a device. ``plan`` is the number of the persistent plan that it
-    makes, 0 if it makes none; checked calls agree on it.
+    makes, 0 if it makes none, and ``plan_tag`` its tag, once it has one.
     """
 
-    __slots__ = ("held", "keeps", "lane", "link", "plan", "record", "sequence")
+    __slots__ = ("held", "keeps", "lane", "link", "plan", "plan_tag", "record", "sequence")
 
     def __init__(self, link: Link, sequence: int, record: Record, keeps: bool) -> None:
         """Begin with nothing held."""
@@ -36,6 +36,7 @@ class Opened:
         self.held: list[MPI.Datatype] | None = None
         self.lane: staging.Lane | None = None
         self.plan = 0
+        self.plan_tag: int | None = None
 
     def tag(self, code: int) -> int:
         """Return the tag for messages of this call of one kind; see `code_of`."""
@@ -69,8 +70,15 @@ class Opened:
             return reduction
         return DeviceReduction(lane, kernel)
 
+    def take_plan(self, number: int) -> None:
+        """Take the tag of the persistent plan with that number; collective."""
+        self.plan_tag = self.link.tags.take_plan(number)
+
     def release(self) -> None:
         """Give up what was held."""
+        if self.plan_tag is not None:
+            self.link.tags.give_plan(self.plan_tag)
+            self.plan_tag = None
         while self.held:
             self.held.pop().Free()
         if self.lane is not None:

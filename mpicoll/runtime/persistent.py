@@ -92,7 +92,8 @@ class PersistentExecution(Execution):
 
     def free(self) -> None:
         """Give the MPI requests back; none may be under way."""
-        for requests in self._prepared:
-            for request in requests:
-                request.Free()
-        self._prepared = []
+        while self._prepared:
+            for request in self._prepared[-1]:
+                if request:  # else an interrupt has come between
+                    request.Free()
+            self._prepared.pop()

@@ -257,9 +257,9 @@ class Prequest(Request):
 
         After a time-out on its communicator it is given up as it is.
         """
-        given_up = self._operation is not None and not self._operation.done
+        operation = self._operation
         super().Free()
-        if self._release is not None and not given_up:
+        if self._release is not None and (operation is None or operation.done):
             self._release()
         self._release = self._begin = None
 
@@ -347,13 +347,10 @@ def free_forgotten() -> None:
     """Free the plans that were dropped without `Free`, but for those under way; local."""
     for one in list(FORGOTTEN):
         operation, release = one
-        if operation is not None and not operation.done:
-            continue
-        try:
-            FORGOTTEN.remove(one)
-        except ValueError:
-            continue  # another thread frees it
-        release()
+        if operation is None or operation.done:
+            release()  # harmless the second time, if an interrupt or another thread comes between
+            with contextlib.suppress(ValueError):
+                FORGOTTEN.remove(one)
 
 
 def _warn(text: str, source: Request) -> None:

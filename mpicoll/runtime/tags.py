@@ -145,34 +145,22 @@ class Tags:
         self._free: Sequence[int] = range(plans)
         self._from = 0
 
-    def take_plan(self) -> int:
-        """Return a tag for a persistent plan; collective, the same on all ranks.
+    @property
+    def wanted(self) -> int:
+        """The number of the last persistent plan that a call has asked for."""
+        return self._wanted
 
-        Whoever an interrupt has kept from taking one takes it now, and leaves it.
+    def take_plan(self, number: int) -> int:
+        """Return the tag of the persistent plan with that number; collective, equal on all ranks.
+
+        Those before it that this rank has not taken it leaves: an interrupt has kept it from
+        them, or a call was for a plan on other ranks only.
         """
-        while self._taken < self._wanted:
+        self._wanted = max(self._wanted, number)
+        while self._taken < number:
             if self._taken - self._from >= len(self._free):
                 self._agree()
-            number = self._free[self._taken - self._from]
             self._taken += 1
-        self._live.add(number)
-        return self._first_plan + number
-
-    @property
-    def plans(self) -> int:
-        """How many persistent plans have got a tag; the number of the last."""
-        return self._taken
-
-    def exchange_plan(self, tag: int, taken: int, number: int) -> int:
-        """Return the tag of the plan with that number, in place of the one that was ``taken``.
-
-        They differ after a call that was to make a plan on some ranks only.
-        """
-        if number == taken:
-            return tag
-        self.give_plan(tag)
-        self._taken = max(self._taken, number)
-        self._wanted = max(self._wanted, number)
         place = self._free[number - 1 - self._from]
         self._live.add(place)
         return self._first_plan + place

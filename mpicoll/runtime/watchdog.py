@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from mpicoll.errors import CollectiveTimeout, PoisonedError
 from mpicoll.runtime.abort import end_in, flush
+from mpicoll.runtime.faults import SHOWN, ranks_named
 from mpicoll.runtime.flight import FINALIZE, RECORDER, absolute
 from mpicoll.runtime.record import Record
 
@@ -39,16 +40,17 @@ LEAVE_SECONDS = 10.0
 ABORT_SECONDS = 5.0
 #: Bytes of a state on the wire, so that it is sent without waiting for its receiver.
 STATE_BYTES = 1024
-#: Ranks that are named one by one.
-SHOWN = 16
 
 State = dict[str, Any]
 
 #: Communicators on which a time limit was in force.
 WATCHED: list[Link] = []
 
+#: Ranks of the world that have ended by an exception.
+FAILED: set[int] = set()
+
 #: What messages that may never be received need until the process ends.
-_PARKED: list[Any] = []
+PARKED: list[Any] = []
 
 
 def watch(operation: Operation) -> None:
@@ -78,6 +80,13 @@ def learn(link: Link) -> None:
         )
 
 
+def hear(links: list[Link]) -> None:
+    """Take what has come on communicators on which no time limit was in force."""
+    for link in links:
+        if not link.watched:
+            _listen(link, None)
+
+
 def _listen(link: Link, operation: Operation | None) -> bool:
     """Take the states that have come, answer them; return whether somebody's limit is over.
 
@@ -94,8 +103,7 @@ def _listen(link: Link, operation: Operation | None) -> bool:
             link.states.setdefault(status.source, state)
             continue
         if state["kind"] == "failed":
-            link.failed.add(status.source)
-            link.states.setdefault(status.source, state)
+            FAILED.add(link.ranks[status.source])
             continue
         link.states[status.source] = state
         if state["kind"] == "expired":
@@ -104,10 +112,10 @@ def _listen(link: Link, operation: Operation | None) -> bool:
     return bool(link.expired)
 
 
-def _tell(link: Link, kind: str, operation: Operation | None, to: list[int]) -> None:
-    """Send what this rank is doing; nobody waits for that to arrive."""
+def _tell(link: Link, kind: str, operation: Operation | None, to: list[int]) -> list[MPI.Request]:
+    """Send what this rank is doing; what is under way has all that it needs."""
     if kind == "answer" and link.asked:
-        return  # all have been told in which call its limit ran out, and that says more
+        return []  # all have been told in which call its limit ran out, and that says more
     state: State = {"kind": kind, "sequence": link.tags.sequence}
     if operation is not None and operation.record.collective == FINALIZE:
         last = RECORDER.last(link.identity)
@@ -125,14 +133,15 @@ def _tell(link: Link, kind: str, operation: Operation | None, to: list[int]) -> 
         }
     data = json.dumps(state).encode()
     assert len(data) <= STATE_BYTES
-    for rank in to:
-        _PARKED.append((data, link.hidden.Isend([data, MPI.BYTE], rank, link.tags.control)))
+    sent = [link.hidden.Isend([data, MPI.BYTE], rank, link.tags.control) for rank in to]
+    PARKED.append((data, sent))
+    return sent
 
 
 def _expire(operation: Operation) -> NoReturn:
     """Ask the others, poison the communicator, and raise CollectiveTimeout."""
     link, record = operation.link, operation.record
-    _PARKED.append(operation)
+    PARKED.append(operation)
     if link.asked:  # for another call of this rank, which raised what they said
         raise PoisonedError(link.poison)
     link.asked = True
@@ -165,9 +174,14 @@ def _expire(operation: Operation) -> NoReturn:
 def _collect(operation: Operation, others: int) -> None:
     """Take the states of the others as they come, for half of the time that there is."""
     until = time.perf_counter() + ASK_SECONDS / 2
-    while len(operation.link.states) < others and time.perf_counter() < until:
+    link = operation.link
+    while True:
         for one in WATCHED:  # on another one, others may ask this rank
             _listen(one, operation)
+        for rank in link.failed:  # told on another one, perhaps
+            link.states.setdefault(rank, {"kind": "failed"})
+        if len(link.states) >= others or time.perf_counter() > until:
+            return
         time.sleep(0.001)
 
 
@@ -180,9 +194,9 @@ def _message(
         f"{_stage(link, record)}"
     ]
     if waits:
-        text.append(f"it waits for {_ranks(waits)}")
+        text.append(f"it waits for {ranks_named(waits)}")
     if silent:
-        text.append(f"not heard from: {_ranks(silent)}")
+        text.append(f"not heard from: {ranks_named(silent)}")
     elif not link.failed:
         text.append("all ranks answered")
     for rank, state in sorted(link.states.items())[:SHOWN]:
@@ -211,9 +225,9 @@ def _stage(link: Link, record: Record) -> str:
 
 def _doing(state: State, record: Record) -> str:
     """Say what another rank was doing."""
-    after = f"after call #{state['sequence']}" if state["sequence"] else "before its first call"
     if state["kind"] == "failed":
-        return f"has ended by an exception {after}"
+        return "has ended by an exception"
+    after = f"after call #{state['sequence']}" if state["sequence"] else "before its first call"
     if "ended" in state:
         at = f" ({state['at']})" if state["at"] else ""
         return f"has ended its program {after}{at}"
@@ -221,7 +235,7 @@ def _doing(state: State, record: Record) -> str:
         return f"in its own code {after}"
     where = f", step {state['step']} of {state['steps']}" if state["steps"] else ""
     if state["waits"]:
-        where += f", waits for {_ranks(state['waits'])}"
+        where += f", waits for {ranks_named(state['waits'])}"
     if state["elsewhere"]:
         return f"in {state['collective']} on another communicator{where}, {after} here"
     if (state["sequence"], state["collective"]) == (record.sequence, record.collective):
@@ -236,17 +250,18 @@ def _call(state: State) -> str:
     return f"{state.get('collective', 'a call')} #{state['sequence']}"
 
 
-def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:SHOWN])
-    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
+def fail(links: list[Link]) -> list[MPI.Request]:
+    """Tell each process that this one ends by an exception and waits for nobody.
 
-
-def fail(links: list[Link]) -> None:
-    """Tell all ranks that this one ends by an exception and waits for nobody."""
-    for link in links:
-        others = [rank for rank in range(link.size) if rank != link.rank]
-        _tell(link, "failed", None, others)
+    Returns what is under way: some MPIs send nothing on in Finalize.
+    """
+    told = {MPI.COMM_WORLD.Get_rank()}
+    sent: list[MPI.Request] = []
+    for link in sorted(links, key=lambda link: not link.watched):  # where somebody listens
+        new = [rank for rank, world in enumerate(link.ranks) if world not in told]
+        sent += _tell(link, "failed", None, new)
+        told.update(link.ranks)
+    return sent
 
 
 def leave(links: list[Link]) -> NoReturn:

@@ -56,6 +56,39 @@ def test_a_variable_that_is_set_is_not_asked_for(mpi: str, variable: str, value:
     assert "or set" not in text
 
 
+@pytest.mark.parametrize("given", ["0", "1", ""])
+def test_intel_mpi_gives_its_core_away_from_2_on(given: str) -> None:
+    text = warnings(facts("Intel MPI Library 2021"), I_MPI_THREAD_YIELD=given)
+    assert text.endswith("or set I_MPI_THREAD_YIELD=3")
+
+
+NODES = [
+    {"name": name, "ranks": ranks, "cores": 4, "oversubscribed": False}
+    for name, ranks in (("n0", 2), ("n1", 1))
+]
+#: Advice by what is wrong: ranks, facts, a fault of a variable, the environment, and words of it.
+WRONG: dict[str, tuple[int, dict[str, Any], str, dict[str, str], Advice]] = {
+    "fault": (1, facts(ranks=1), "MPICOLL_X?", {"PMI_RANK": "0"}, Advice("error", "MPICOLL_X?")),
+    "threads": (2, facts(ranks=2), "", {"PMI_RANK": "0"}, Advice("warning", "OMP_NUM_THREADS=1")),
+    "nodes": (
+        3,
+        facts(nodes=NODES),
+        "",
+        {"PMI_RANK": "0", "MKL_NUM_THREADS": "1"},
+        Advice("warning", "different numbers of ranks"),
+    ),
+    "alone": (1, facts(ranks=1), "", {}, Advice("note", "started alone")),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_each_fault_has_one_advice(wrong: Any) -> None:
+    ranks, found, fault, environment, expected = wrong
+    ((kind, text),) = advice(ranks, found, fault, environment)
+    assert kind == expected.kind
+    assert expected.text in text
+
+
 def test_an_unknown_mpi_has_no_variable() -> None:
     assert warnings(facts("Other 1.0")).endswith("times say little: start fewer ranks")
 
