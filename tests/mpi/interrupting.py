@@ -25,6 +25,8 @@ PLANNING = {"choose", "open", "reopen", "exchange", "__init__", "__del__"}
 STARTS = {"run", "_course", "course", "launch", "next_sequence", "wait", "rounds"}
 #: Instructions behind which CPython looks for signals, in all of its versions.
 LOOKS = ("CALL", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "RESUME")
+#: Before these instructions CPython 3.10 looks for no signal.
+UNLOOKED = {"SETUP_FINALLY", "SETUP_WITH", "BEFORE_ASYNC_WITH", "YIELD_FROM"}
 
 
 class Interrupted(Exception):
@@ -109,10 +111,9 @@ class Interrupts:
 def _enters(frame: FrameType) -> bool:
     """Whether CPython looks for signals where a frame begins or goes on; behind yield from not."""
     code, at = frame.f_code.co_code, frame.f_lasti
-    if at < 0:
-        return True
-    name, argument = dis.opname[code[at]], code[at + 1]
-    return name != "YIELD_FROM" and not (name == "RESUME" and argument & 3 > 1)
+    if sys.version_info < (3, 11):
+        return dis.opname[code[at + 2 if at >= 0 else 0]] not in UNLOOKED
+    return at < 0 or not (dis.opname[code[at]] == "RESUME" and code[at + 1] & 3 > 1)
 
 
 def _looks(code: CodeType, at: int) -> bool:
