@@ -24,7 +24,7 @@ from mpicoll.runtime import ending, progress, staging, watchdog
 from mpicoll.runtime.device_run import DeviceExecution, Direct, Staged, rounds
 from mpicoll.runtime.executor import Bytes, Execution, Native, compiled
 from mpicoll.runtime.faults import CallError, located, words
-from mpicoll.runtime.flight import RECORDER, listen
+from mpicoll.runtime.flight import FINALIZE, RECORDER, listen
 from mpicoll.runtime.opened import Opened
 from mpicoll.runtime.persistent import PersistentExecution
 from mpicoll.runtime.place import place
@@ -46,6 +46,8 @@ CHOICES = 4096
 BETWEEN = "turn of the tags"
 #: What a rank is in where it waits for the others to free a communicator, too.
 FREE = "Free"
+#: What has the sequence number of another call.
+UNNUMBERED = (BETWEEN, FREE, FINALIZE)
 
 _E = TypeVar("_E", bound=Execution)
 
@@ -215,7 +217,7 @@ class Link:
             return
         record.end = time.perf_counter()
         if error is None:
-            if record.collective != BETWEEN:
+            if record.collective not in UNNUMBERED:
                 self.tags.finish(record.sequence)
         else:
             record.error = words(error)
